@@ -41,14 +41,18 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["trainkit", "trainkit.*"]), *PROJECTS, "trainkit_selfsup"],
     package_dir={**PROJECTS, "trainkit_selfsup": "projects/trainkit_selfsup"},
-    package_data={"trainkit": ["py.typed"], "trainkit_selfsup": ["py.typed"]},
+    package_data={
+        "trainkit": ["py.typed"],
+        "trainkit.projects.plots": ["page.css", "page.js"],
+        "trainkit_selfsup": ["py.typed"],
+    },
     # torch: from the oldest version on which the tests pass, see CHANGELOG.md; fvcore brings tqdm, for the progress bar
     # PyYAML comes with fvcore; that version merges the keys of "<<: [*a, *b]" in the wrong order, without a word
     install_requires=["torch>=2.13", "numpy", "fvcore", "tabulate", "pyyaml!=6.0.4"],
     extras_require={
         "tensorboard": TENSORBOARD,
         "lazy": LAZY,
-        "plot": ["matplotlib"],
+        "plot": ["matplotlib", "plotly>=6.3"],
         "models": ["torchvision", "timm", "transformers", "torchmetrics"],
         "sweep": ["optuna>=4"],
         "docs": ["sphinx>=8", "myst-parser", "furo"],

@@ -54,6 +54,7 @@ FOLDERS = (
     "evaluation",
     "exactness",
     "solver",
+    "testing",
     "utils",
 )
 CORE = [*(f"tests/{folder}/**/test_*.py" for folder in FOLDERS), "tests/test_modeling.py"]

@@ -18,6 +18,7 @@ LAYERS = [
     ["trainkit.checkpoint", "trainkit.data", "trainkit.modeling", "trainkit.solver"],
     ["trainkit.evaluation"],
     [
+        "trainkit.engine.finite",
         "trainkit.engine.launch",
         "trainkit.engine.losses",
         "trainkit.engine.parallel",
@@ -45,6 +46,10 @@ LAYERS = [
     ["trainkit.engine.defaults.run"],
     ["trainkit.engine.defaults"],
     ["trainkit.engine"],
+    ["trainkit.testing.record", "trainkit.testing.processes", "trainkit.testing.marker"],
+    ["trainkit.testing.compare"],
+    ["trainkit.testing.exact"],
+    ["trainkit.testing"],
     ["trainkit.projects"],
     ["trainkit_selfsup"],
     ["projects", "tools"],
@@ -53,12 +58,13 @@ LAYERS = [
 # who may call importlib.import_module, and what for
 LATE_IMPORTS = {
     "tools.benchmarks.peers": "other trainers, which nobody needs",
-    "tools.find_lr": "matplotlib, an optional package",
-    "tools.export": "onnxruntime, an optional package",
-    "tools.plots.picture": "matplotlib, an optional package",
+    "trainkit.projects.plots.__main__": "matplotlib or plotly, optional packages",
     "trainkit.projects.weights.safetensors": "safetensors, an optional package",
     "trainkit.projects.sharding.format": "torch.distributed.checkpoint takes as long to import as torch",
     "trainkit.config.projects": "IMPORTS, the one place where a config names code",
+    "trainkit.projects.export.program": "onnxruntime, an optional package",
+    "trainkit.projects.finders.lr": "matplotlib, an optional package",
+    "trainkit.projects.predict.samples": "Pillow, which only pictures need",
     "trainkit.projects.hooks.visualization": "Pillow, which nobody needs before the first picture",
     "trainkit.projects.lazy.config": "what the import statements of a config file call",
     "trainkit.projects.lazy.nodes": "omegaconf, an optional package; and locate(), which finds an object by its name",
@@ -99,7 +105,7 @@ PURE = {
     "type",
 }
 PURE |= {
-    "_of_step",
+    "_until_save_point",
     "attrgetter",
     "count",
     "field",

@@ -2,6 +2,8 @@
 
 import ast
 
+import pytest
+
 from tests.mutation import ROOT, changes, chosen, mutants, mutated, runs_for
 
 
@@ -21,6 +23,7 @@ def test_a_mutant_is_another_program():
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
 
 
+@pytest.mark.slow
 def test_a_seed_chooses_the_same_mutants_whatever_their_number():
     names = [mutant["name"] for mutant in mutants("data")]
     assert len({*names}) == len(names)

@@ -255,6 +255,7 @@ PUBLIC = {
         ),
         *("WandbWriter", "WRITER_REGISTRY"),
     },
+    "trainkit.testing": {"assert_resumes_exactly", "assert_same_on_any_workers"},
     "trainkit.projects.replay": {"replay", "Replay", "replay_range"},
     "trainkit_selfsup": {
         "DeepClusterHook",

@@ -1,37 +1,49 @@
 #!/usr/bin/env python
-"""Count parameters, FLOPs and activations of a config's model, module by module.
+"""Count parameters, FLOPs and activations of a config's model, or estimate its memory.
 
 ::
 
     python tools/analyze_model.py --config-file projects/digits/config.yaml
-    python tools/analyze_model.py --config-file cfg.yaml --depth 2 --input-shape image=3,224,224 MODEL.WIDTH 32
+    python tools/analyze_model.py --config-file job.yaml --depth 2 --input-shape image=3,224,224
     python tools/analyze_model.py --config-file output/mine/config.yaml --script train.py
-    python tools/analyze_model.py --config-file cfg.yaml --memory 8 MODEL.PARALLEL fsdp
+    python tools/analyze_model.py --config-file job.yaml --memory 8 MODEL.PARALLEL fsdp
 
-The tool counts them in eval mode for one sample: the first one of the test data, or zeros of --input-shape. FLOPs are
-the multiply-adds of convolutions, matrix products and attention; activations are their output values. Averaged weights
-are not part of the model and are not counted. --memory estimates the memory of a training step instead, of one of so
-many ranks, with tensors that take none. The tool writes no files. --script names the file of a job in which a
-subclass of DefaultTrainer builds the model or the test loader.
+The counts are fvcore's, of a forward pass in eval mode for one sample: the first one of the test
+data, or zeros of --input-shape. A multiply-add is one FLOP; activations are the output values of
+convolutions and products. Averaged weights are not part of the model and are not counted.
+
+--memory estimates the memory of a training step instead, of one of so many ranks, by torch's
+MemTracker on tensors without values. The tool writes no files. --script names the file of a job in
+which a subclass of DefaultTrainer builds the model or the test loader.
 """
 
 import argparse
+import math
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from model_memory import estimate_memory, report_memory
+from fvcore.nn import (
+    ActivationCountAnalysis,
+    FlopCountAnalysis,
+    flop_count_table,
+    parameter_count,
+)
+from fvcore.nn.jit_handles import get_shape
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from user_job import SCRIPT_HELP, find_trainer, positive
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from trainkit.projects.finders.command import positive
+from trainkit.projects.finders.script import SCRIPT_HELP, find_trainer
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer, user_errors_exit
+from trainkit.engine.losses import parse_losses
 from trainkit.utils.device import device_of, move_to_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +54,9 @@ DEPTH = 3
 
 
 def sample_batch(cfg: CfgNode, trainer: type[DefaultTrainer] = DefaultTrainer) -> Any:
-    """A batch with the first sample of DATASETS.TEST, or else of DATASETS.VAL, from the test loader of ``trainer``.
+    """A batch with the first sample of DATASETS.TEST, or else of DATASETS.VAL.
+
+    It comes from the test loader of ``trainer``.
 
     Raises:
         ConfigError: the config names no dataset, or a dataset that does not exist.
@@ -54,12 +68,16 @@ def sample_batch(cfg: CfgNode, trainer: type[DefaultTrainer] = DefaultTrainer) -
         )
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.TEST.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS = 1, 0
+    cfg.TEST.IMS_PER_BATCH = 1
+    cfg.DATALOADER.NUM_WORKERS = 0
     return next(iter(trainer.build_test_loader(cfg, names[0])))
 
 
 def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> Any:
-    """Zeros for one sample, collated by DATALOADER.COLLATE; the name "" means that the sample is a tensor.
+    """Zeros for one sample, collated by DATALOADER.COLLATE.
+
+    Args:
+        shapes: (name, shape) of each input; the name "" means that the sample is a tensor.
 
     Raises:
         ConfigError: there is "" together with other names, or a name is given twice.
@@ -71,123 +89,118 @@ def batch_of_shapes(cfg: CfgNode, shapes: Iterable[tuple[str, list[int]]]) -> An
                 f"--input-shape: the name {name!r} is given twice; give each name one shape"
             )
         sample[name] = torch.zeros(shape)
-    bare = sample.get("")
-    if bare is not None and len(sample) > 1:
+    if "" in sample and len(sample) > 1:
         raise ConfigError(
             "--input-shape: a sample is one tensor or has names for all, got both; give all a name"
         )
     if cfg.DATALOADER.COLLATE == "list":
-        return [sample if bare is None else bare]
-    return {name: value[None] for name, value in sample.items()} if bare is None else bare[None]
+        return [sample.get("", sample)]
+    batch = {name: value[None] for name, value in sample.items()}
+    return batch.get("", batch)
 
 
-# ---------------------------------------------------------------------------- counting
+# ---------------------------------------------------------------------------- the counts
 
 
-class Counts:
-    """FLOPs and activations of one forward pass of a model.
-
-    The counts of a module include those of all modules in it, no matter which module calls them.
-
-    Attributes:
-        flops, activations: module name -> number; "" is the model. Modules with 0 are left out.
-        uncounted: class -> number of its modules that were called but not counted; modules with submodules are left
-            out.
-        not_called: names of modules that were not called, if none of their submodules was called either.
+def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
+    """fvcore's table, and lines that say what it does not count.
 
     Raises:
         ConfigError: the model does not accept the batch.
     """
-
-    def __init__(self, model: nn.Module, batch: Any) -> None:
-        model.eval()
-        device = device_of(model)
-        own = _count(model, batch if device is None else move_to_device(batch, device))
-        called, names = [*own[0]], [name for name, _ in model.named_modules()]
-        self.flops, self.activations = (
-            {
-                name: number
-                for name in names
-                if (number := sum(n for inner, n in counts.items() if _is_in(inner, name)))
-            }
-            for counts in own
-        )
-        self.not_called = sorted(
-            name for name in names if not any(_is_in(inner, name) for inner in called)
-        )
-        self.uncounted = Counter(
-            type(module).__name__
-            for name, module in model.named_modules()
-            if name in called and name not in self.flops and not any(module.children())
-        )
-
-
-def _count(model: nn.Module, batch: Any) -> tuple[Counter[str], Counter[str]]:
-    """FLOPs and activations of each module that is called, without those of the modules that it calls.
-
-    Raises:
-        ConfigError: the model does not accept the batch.
-    """
-    flops = FlopCounterMode(display=False)
-    activations = FlopCounterMode(
-        display=False, custom_mapping=dict.fromkeys(flops.flop_registry, _num_values)
-    )
-    own: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    running: list[str] = []  # the innermost module is the last one
-
-    def settle() -> None:
-        """Give everything that was counted since the last call to the innermost module."""
-        # torch counts a multiply-add as two
-        totals = (
-            flops.get_total_flops() // 2,
-            activations.get_total_flops(),
-        )
-        for counts, total in zip(own, totals, strict=True):
-            counts[running[-1]] += total - counts.total()
-
-    def enter(name: str) -> None:
-        if running:
-            settle()
-        running.append(name)
-
-    def leave() -> None:
-        settle()
-        running.pop()
-
-    hooks = [
-        hook
-        for name, module in model.named_modules()
-        for hook in (
-            module.register_forward_pre_hook(lambda module, inputs, name=name: enter(name)),
-            module.register_forward_hook(lambda module, inputs, output: leave()),
-        )
+    flops, activations = count(model, batch)
+    rows = flop_count_table(flops, depth, activations, show_param_shapes=False)
+    parameters = parameter_count(model)[""]
+    trainable = sum(x.numel() for x in model.parameters() if x.requires_grad)
+    lines = [
+        rows,
+        f"Input: {_describe(batch)}, in eval mode.",
+        f"In all: {parameters:,} parameters, {trainable:,} of them trainable; {flops.total():,} "
+        f"FLOPs; {activations.total():,} activations.",
     ]
+    not_counted = flops.unsupported_ops()
+    if not_counted:
+        operators = [f"{number} {name}" for name, number in not_counted.most_common()]
+        lines.append(f"No FLOPs are counted for: {', '.join(operators)}.")
+    not_called = []
+    for name in sorted(flops.uncalled_modules()):
+        # it has no operator by which fvcore could see it
+        if not isinstance(model.get_submodule(name), nn.Identity):
+            not_called.append(name)
+    if not_called:
+        lines.append(f"Not called, or not as modules: {', '.join(not_called)}.")
+    return "\n".join(lines)
+
+
+def count(model: nn.Module, batch: Any) -> tuple[FlopCountAnalysis, ActivationCountAnalysis]:
+    """FLOPs and activations of one forward pass in eval mode.
+
+    Raises:
+        ConfigError: the model does not accept the batch.
+    """
+    model.eval()
+    device = device_of(model)
+    if device is not None:
+        batch = move_to_device(batch, device)
+    leaves, spec = tree_flatten(batch)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    results: list[Tensor] = []
+
+    # fvcore traces: the input has to be a tuple of tensors, and what leads to no output is dropped
+    def into_batch(module: nn.Module, given: tuple[Tensor, ...]) -> Any:
+        remaining = iter(given)
+        values = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return (tree_unflatten(values, spec),)
+
+    def keep_result(module: nn.Module, inputs: Any, output: Any) -> None:
+        results.extend(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+    def all_results(module: nn.Module, inputs: Any, output: Any) -> tuple[Tensor, ...]:
+        found = tuple(results)
+        results.clear()
+        return found
+
+    handles = [module.register_forward_hook(keep_result) for module in model.modules()]
+    handles.append(model.register_forward_pre_hook(into_batch))
+    handles.append(model.register_forward_hook(all_results))
     fast_path = torch.backends.mha.get_fastpath_enabled()
     # otherwise an encoder layer is one operator, which is not counted
     torch.backends.mha.set_fastpath_enabled(False)
+    flops = FlopCountAnalysis(model, tensors)
+    flops.set_op_handle("aten::scaled_dot_product_attention", _attention_flops)
+    activations = ActivationCountAnalysis(model, tensors)
+    activations.set_op_handle("aten::scaled_dot_product_attention", _attention_activations)
     try:
-        # attention as two matrix products: not all versions of torch count its other kernels
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), flops, activations:
-            model(batch)
+        with torch.no_grad():
+            for analysis in (flops, activations):
+                analysis.unsupported_ops_warnings(False)
+                analysis.uncalled_modules_warnings(False)
+                analysis.total()
     except Exception as error:  # a model may raise anything
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ConfigError(
-            f"the model does not take the input {_describe(batch)}: {reason}"
+            f"the model does not take the input {_describe(batch)}: {_first_line(error)}"
         ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        for hook in hooks:
-            hook.remove()
-    return own
+        for handle in handles:
+            handle.remove()
+    return flops, activations
 
 
-def _num_values(*args: Any, out_shape: Any, **kwargs: Any) -> int:
-    """The number of values of an operator's first output; attention also returns values for its backward pass."""
-    return (out_shape if isinstance(out_shape, torch.Size) else out_shape[0]).numel()
+def _attention_flops(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Of the two products: queries with keys, and scores with values."""
+    *batch, length, size = get_shape(inputs[0])
+    num_keys = get_shape(inputs[1])[-2]
+    size_of_values = get_shape(inputs[2])[-1]
+    return math.prod(batch) * length * num_keys * (size + size_of_values)
 
 
-def _is_in(inner: str, name: str) -> bool:
-    return not name or inner == name or inner.startswith(f"{name}.")
+def _attention_activations(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """The results of the two products."""
+    *batch, length, _ = get_shape(inputs[0])
+    num_keys = get_shape(inputs[1])[-2]
+    size_of_values = get_shape(inputs[2])[-1]
+    return math.prod(batch) * length * (num_keys + size_of_values)
 
 
 def _describe(value: Any) -> Any:
@@ -195,45 +208,139 @@ def _describe(value: Any) -> Any:
         return [*value.shape]
     if isinstance(value, Mapping):
         return {name: _describe(item) for name, item in value.items()}
-    return [_describe(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_describe(item) for item in value]
+    return value
 
 
-# ---------------------------------------------------------------------------- the report
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def report(model: nn.Module, batch: Any, depth: int = DEPTH) -> str:
-    """The table, and lines that name the modules that it does not count.
+# ---------------------------------------------------------------------------- the memory of a step
+
+
+# how torch's tracker calls them, and how the report does
+_KINDS = {
+    "PARAM": "parameters",
+    "BUFFER": "buffers",
+    "GRAD": "gradients",
+    "OPT": "optimizer",
+    "ACT": "activations",
+}
+_DIVIDED = ("parameters", "gradients", "optimizer")  # among the ranks of MODEL.PARALLEL fsdp
+
+
+def estimate_memory(
+    cfg: CfgNode, trainer: type[DefaultTrainer], sample: Any, ranks: int = 1
+) -> dict[str, int]:
+    """Bytes of a rank at the peak of its second step: of each kind of tensor, and the total.
+
+    The steps run on fake tensors in the memory of the CPU, with the share of SOLVER.IMS_PER_BATCH
+    of one of ``ranks`` ranks. DDP's copy of the gradients is counted, and under MODEL.PARALLEL fsdp
+    parameters, gradients and optimizer are divided; the parameters of a block that are gathered for
+    its computation are not counted. Frozen parameters count as buffers.
+
+    Args:
+        sample: a batch of one sample.
 
     Raises:
-        ConfigError: as `Counts`.
+        ConfigError: the model reads values of tensors, which fake ones do not have.
     """
-    counts = Counts(model, batch)
-    rows = []
-    for name, module in model.named_modules():
-        if name.count(".") + bool(name) > depth:
-            continue
-        trainable = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        sizes = [
-            sum(map(Tensor.numel, tensors))
-            for tensors in (module.parameters(), trainable, module.buffers())
-        ]
-        counted = [_number(found.get(name, 0)) for found in (counts.flops, counts.activations)]
-        if name in counts.not_called:
-            counted = ["-", "-"]
-        rows.append([name or "(model)", type(module).__name__, *map(_number, sizes), *counted])
-    headers = ["module", "class", "parameters", "trainable", "buffers", "FLOPs", "activations"]
-    lines = [tabulate(rows, headers, disable_numparse=True, colalign=["left"] * 2 + ["right"] * 5)]
-    lines.append(f"For the input {_describe(batch)}, in eval mode.")
-    if counts.uncounted:
-        found = ", ".join(f"{number} {name}" for name, number in counts.uncounted.most_common())
-        lines.append(f"Nothing is counted in {found}.")
-    if counts.not_called:
-        lines.append(f"Not called, or not as modules: {', '.join(counts.not_called)}.")
-    return "\n".join(lines)
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "meta"
+    with torch.device("meta"):
+        model = trainer.build_model(cfg).train()
+    batch_size = max(cfg.SOLVER.IMS_PER_BATCH // ranks, 1)
+    tracker = MemTracker()
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        _put_on_cpu(model)
+        try:
+            optimizer = trainer.build_optimizer(cfg, model)
+            batch = _batch_of(sample, batch_size, fake)
+            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+            tracker.track_external(model, optimizer, *tensors)
+            with tracker:
+                _make_step(cfg, model, optimizer, batch)
+                tracker.reset_mod_stats()  # the optimizer has its state from here on
+                _make_step(cfg, model, optimizer, batch)
+        except Exception as error:  # a model may raise anything
+            raise ConfigError(
+                f"--memory: a step on tensors without values failed: {_first_line(error)}"
+            ) from error
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    found = {}
+    for kind, size in peak.items():
+        name = _KINDS.get(getattr(kind, "name", ""))
+        if name is not None:
+            found[name] = size
+    found["other"] = peak["Total"] - sum(found.values())
+    if ranks > 1 and cfg.MODEL.PARALLEL == "fsdp":
+        for name in _DIVIDED:
+            found[name] = math.ceil(found[name] / ranks)
+    elif ranks > 1 and not cfg.MODEL.DDP.GRADIENT_AS_BUCKET_VIEW:
+        trained = [x for x in model.parameters() if x.requires_grad]
+        found["copy of the gradients (DDP)"] = sum(x.nbytes for x in trained)
+    found["total"] = sum(found.values())
+    return found
 
 
-def _number(number: int) -> str:
-    return f"{number:,}" if number else ""
+def _make_step(
+    cfg: CfgNode, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+) -> None:
+    optimizer.zero_grad()
+    autocast: Any = nullcontext()
+    if cfg.SOLVER.AMP.ENABLED:
+        autocast = torch.autocast("cpu", dtype=getattr(torch, cfg.SOLVER.AMP.PRECISION))
+    with autocast:
+        loss = parse_losses(model(batch)).total
+    loss.backward()
+    optimizer.step()
+
+
+def report_memory(found: Mapping[str, int], ranks: int) -> str:
+    """A table of `estimate_memory`."""
+    rows = [(name, f"{size / 2**20:,.1f}") for name, size in found.items()]
+    of = "of a rank" if ranks > 1 else "of the run"
+    headers = ["at the peak of a step", f"MiB {of}"]
+    return tabulate(rows, headers, disable_numparse=True, colalign=["left", "right"])
+
+
+def _put_on_cpu(model: nn.Module) -> None:
+    """Like ``model.to("cpu")``, which fake tensors do not support.
+
+    Frozen parameters become buffers, because the tracker expects a gradient of each parameter.
+    """
+    same: dict[Tensor, Tensor] = {}  # modules may share tensors
+    for module in model.modules():
+        parameters = list(module.named_parameters(recurse=False))
+        buffers = list(module.named_buffers(recurse=False))
+        for name, tensor in [*parameters, *buffers]:
+            if tensor not in same:
+                empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+                same[tensor] = nn.Parameter(empty) if tensor.requires_grad else empty
+            delattr(module, name)
+            if tensor.requires_grad:
+                setattr(module, name, same[tensor])
+            else:
+                module.register_buffer(name, same[tensor])
+
+
+def _batch_of(value: Any, size: int, fake: FakeTensorMode) -> Any:
+    """A batch of ``size`` samples like that of one sample, of fake tensors."""
+    if isinstance(value, Tensor):
+        return fake.from_tensor(value).new_empty((size, *value.shape[1:]))
+    if isinstance(value, Mapping):
+        return {name: _batch_of(item, size, fake) for name, item in value.items()}
+    if isinstance(value, list) and len(value) == 1:  # one sample, or one name
+        (item,) = value
+        if isinstance(item, Tensor):
+            item = fake.from_tensor(item)
+        return [item] * size
+    if isinstance(value, list | tuple):
+        return type(value)(_batch_of(item, size, fake) for item in value)
+    return value
 
 
 # ---------------------------------------------------------------------------- the command line

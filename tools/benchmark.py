@@ -37,7 +37,7 @@ from benchmarks import (
     step,
 )
 from benchmarks.measure import as_table
-from user_job import positive
+from trainkit.projects.finders.command import positive
 
 SECTIONS: dict[str, ModuleType] = {
     "step": step,
@@ -108,7 +108,7 @@ def describe_run() -> str:
 def _cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(": ")[2]
     return platform.processor()

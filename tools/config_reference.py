@@ -119,7 +119,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         keys = ", ".join(f"`{key}`" for key in sorted(own))
         page += f"- [{project}](../projects/{project}/README.md): {keys}\n"
         readme = ROOT / "projects" / project / "README.md"
-        before, heading, after = readme.read_text().partition(_HEADING)
+        before, heading, after = readme.read_text(encoding="utf-8").partition(_HEADING)
         following = after[after.index("\n## ") :] if "\n## " in after else ""
         yield readme, f"{before.rstrip()}\n\n{heading or _HEADING}\n{tables[project]}\n{following}"
     yield ROOT / "docs" / "config.md", page
@@ -128,7 +128,7 @@ def pages() -> Iterator[tuple[Path, str]]:
 def main() -> None:
     """Write all files."""
     for path, text in pages():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.engine.defaults.build import POLICY_REGISTRY
-from trainkit.engine.losses import Losses, describe_failure
+from trainkit.engine.finite import describe_failure
+from trainkit.engine.losses import Losses
 from trainkit.engine.policies import SKIP_FLAG, NonFinitePolicy, skips_on_device
 from trainkit.engine.step import parameters_of
 from trainkit.solver.param_groups import start_momentum
@@ -40,11 +41,11 @@ class CheckGradients(NonFinitePolicy):
         """The tensors that must be finite."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def look(
+    def judge_numbers(
         self, storage: EventStorage, iter: int, values: dict[str, Any], gather_period: int
     ) -> str | None:
         is_bad = values.pop(_FLAG, 0.0) and not values.get(SKIP_FLAG)
-        failure = super().look(storage, iter, values, gather_period)
+        failure = super().judge_numbers(storage, iter, values, gather_period)
         if is_bad and failure is None:
             return describe_failure("gradients are", iter, values)
         return failure

@@ -670,7 +670,7 @@ def processes(job: Job) -> Finding:
 
 
 def _first_loss(metrics_file: Path) -> float:
-    for line in metrics_file.read_text().splitlines():
+    for line in metrics_file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if "total_loss" in row:
             return float(row["total_loss"])

@@ -82,7 +82,7 @@ class Preflight(HookBase):
         file = self._args["preflight_json"]
         if file:
             rows_of_file = [finding._asdict() for finding in found]
-            Path(file).write_text(json.dumps(rows_of_file, indent=2))
+            Path(file).write_text(json.dumps(rows_of_file, indent=2), encoding="utf-8")
 
 
 def _is_of_others(check: Any) -> bool:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainkit.projects.finders.memory import has_room, search
 from trainkit.projects.graph.recorder import CudaRecorder
 from trainkit.projects.preflight.findings import Finding, NotAsked, judge
-from trainkit.projects.preflight.memory import has_room, search
 from trainkit.projects.preflight.options import record_reads
 
 from trainkit.config import get_cfg

@@ -217,7 +217,7 @@ class Mirror:
             raise CheckpointError(f"another run writes there ({owner}); stop one of them")
         names = self._list()
         tag = self._folder / TAG_FILE
-        tagged = tag.read_text().strip() if tag.exists() else ""
+        tagged = tag.read_text(encoding="utf-8").strip() if tag.exists() else ""
         self._put_new(names, tagged)
         # the save that has removed the file asks for the next upload
         if tagged and tagged not in names:
@@ -260,7 +260,7 @@ class Mirror:
         path = self._folder / _RECORD
         if not path.exists():
             write_text(json.dumps({"folder": secrets.token_hex(8), "sent": {}}), path)
-        record: dict[str, Any] = json.loads(path.read_text())
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return record
 
     def _write_record(self, name: str) -> None:
@@ -272,7 +272,7 @@ class Mirror:
             self._store.get(_MANIFEST, str(self._folder / ".manifest"))
         except FileNotFoundError:
             return {"upload": "", "folder": "", "last_checkpoint": "", "files": []}
-        found: dict[str, Any] = json.loads((self._folder / ".manifest").read_text())
+        found: dict[str, Any] = json.loads((self._folder / ".manifest").read_text(encoding="utf-8"))
         files = [name for name in found["files"] if self._is_of_run(name)]
         return {"folder": "", **found, "files": files}
 

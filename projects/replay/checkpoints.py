@@ -1,18 +1,18 @@
-"""The checkpoints of a run, by iteration, and comparisons of states, bit by bit. The files are only read."""
+"""The checkpoints of a run, by iteration, compared with a replay. The files are only read."""
 
 import logging
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from trainkit.projects.replay.failure import Failure
 
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.differences import CLOCK_READINGS, differing, is_of_the_clock
 from trainkit.checkpoint.file import read_file
 from trainkit.utils.plugins import find_plugins
 
@@ -20,102 +20,10 @@ logger = logging.getLogger(__name__)
 
 # logged values that no sample changes
 _OF_SCHEDULE = re.compile(r"lr\b|lr_|epoch|momentum|weight_decay|data_epoch")
-CLOCK_READINGS = {
-    "time",
-    "data_time",
-    "rank_data_time",
-    "eta_seconds",
-    "samples_per_sec",
-    "tokens_per_sec",
-    "mfu_pct",
-}
 _TRAINER = r"(ranks/\d+/)?trainer"
-_WRITER = r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
 _NOT_REPEATED = re.compile(
     rf"evaluated|{_TRAINER}/(boundary/passed.*|end/(finished_early|settings_of_early_end.*)|hooks/Periodic.*)"
 )
-_OF_THE_CLOCK = re.compile(
-    rf"run_id|{_TRAINER}/((storage/\w+|{_WRITER}/taken)/(?P<scalar>\w+)|{_WRITER}/(length|sizes|id)|origin)"
-)
-
-
-def is_of_the_clock(path: str) -> bool:
-    """Whether an entry differs between equal runs: clock readings, sizes of files with them, which run it is."""
-    found = _OF_THE_CLOCK.fullmatch(path)
-    return found is not None and found["scalar"] in {None, *CLOCK_READINGS}
-
-
-def differing(
-    left: Any, right: Any, path: str = "", skip: Any = None, seen: Any = None
-) -> Iterator[str]:
-    """Each place where two nested values differ, with a description; values are compared bit by bit.
-
-    ``path`` is that of both values, with names joined by "/". ``skip``, called with the key and the path of each entry
-    of a mapping, leaves it out by True. ``seen``: pairs that were compared; many ways may lead to one object.
-    """
-    if seen is None:
-        seen = set()
-    if isinstance(left, Mapping | list | tuple):
-        pair = (id(left), id(right))
-        if pair in seen:
-            return
-        seen.add(pair)
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        difference = _difference_of_tensors(left.detach(), right.detach())
-        if difference:
-            yield f"{path}: {difference}"
-    # of any class: programs may use different classes
-    elif isinstance(left, Mapping) and isinstance(right, Mapping):
-        for key in dict.fromkeys([*left, *right]):
-            here = f"{path}/{key}".lstrip("/")
-            if skip is not None and skip(key, here):
-                continue
-            if key not in right:
-                yield f"{here}: only in the first"
-            elif key not in left:
-                yield f"{here}: only in the second"
-            else:
-                yield from differing(left[key], right[key], here, skip, seen)
-    elif type(left) is not type(right):
-        yield f"{path}: {type(left).__name__} and {type(right).__name__}"
-    elif isinstance(left, list | tuple):
-        if len(left) != len(right):
-            yield f"{path}: {len(left)} and {len(right)} entries"
-        for index, (mine, other) in enumerate(zip(left, right, strict=False)):
-            yield from differing(mine, other, f"{path}/{index}", skip, seen)
-    elif repr(left) != repr(right):  # repr shows every bit of a float, but NaN equals NaN
-        yield f"{path}: {left!r:.60} and {right!r:.60}"
-
-
-def _difference_of_tensors(left: Tensor, right: Tensor) -> str:
-    left = _dense(left)
-    right = _dense(right)
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return f"{left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
-    if left.is_meta or right.is_meta:
-        # in a rank's own part, for a sharded tensor, which is compared in the part of all ranks
-        return ""
-    # a replay compares the state on a GPU with a file
-    left = left.cpu()
-    right = right.cpu()
-    differs = _bytes_of(left) != _bytes_of(right)
-    num_different = int(differs.any(dim=1).sum())
-    if num_different == 0:
-        return ""
-    text = f"{num_different} of {left.numel()} values"
-    if left.is_complex():
-        return text
-    largest = (left.double() - right.double()).abs().max().item()
-    return f"{text}, by at most {largest:.3g}"
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 ``[values, bytes]``."""
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
 
 
 class Saved(NamedTuple):

@@ -60,7 +60,7 @@ def apply(cfg: Any, args: Any) -> Callable[[], None]:
     def find_settings() -> tuple[str, int | None]:
         """Those of the fork; if it is new those of its parent, and the iteration."""
         if resumes and own_config.is_file():
-            return own_config.read_text(), None
+            return own_config.read_text(encoding="utf-8"), None
         saved = _find(run, number - 1)
         return saved.state["trainer"]["origin"]["config"], saved.done
 

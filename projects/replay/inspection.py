@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trainkit.projects.replay.checkpoints import CLOCK_READINGS
 from trainkit.projects.replay.failure import (
     Comparison,
     Failure,
@@ -19,8 +18,9 @@ from trainkit.projects.replay.failure import (
     without_process,
 )
 
+from trainkit.checkpoint.differences import CLOCK_READINGS
+from trainkit.engine.finite import non_finite_names
 from trainkit.engine.hook_base import HookBase
-from trainkit.engine.losses import non_finite_names
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.logger import format_table
 

@@ -260,3 +260,13 @@ def test_what_is_changed_in_what_was_read_is_loaded(run_folder, resume):
     assert observer.calls == [("after_load", ["iteration", "model", "trainer"], 0)]
     assert (weight_of(model), observer.value) == ((129, 229) if resume else (119, 0))
     assert rest["note"] == "read"  # what nobody takes is returned
+
+
+def test_the_log_says_after_how_many_iterations_a_checkpoint_is_saved(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    checkpointer = Checkpointer(nn.Linear(1, 1), tmp_path)
+    checkpointer.save("model_0000047", iteration=47)
+    checkpointer.save("weights")
+    first, second = [text for text in caplog.messages if text.startswith("Saving")]
+    assert first == f"Saving checkpoint to {tmp_path}/model_0000047.pth, after 48 iterations"
+    assert second == f"Saving checkpoint to {tmp_path}/weights.pth"

@@ -1,5 +1,7 @@
 """The pages of the documentation, and the code and the commands on them."""
 
+import importlib
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -7,7 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     str(path.relative_to(ROOT))
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "projects/*/README.md")
+    for pattern in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/*.md",
+        "projects/README.md",
+        "projects/*/README.md",
+    )
     for path in sorted(ROOT.glob(pattern))
 ]
 
@@ -72,6 +80,18 @@ def inline_commands(text):
                 yield f"python {added}"
             elif not re.match(_PROGRAM, added):
                 yield f"{base} {added}"
+
+
+def tool_of(words):
+    """The module that a command runs, ``python tools/NAME.py`` or ``python -m NAME``, and its arguments."""
+    python, script, *args = words
+    assert python == "python"
+    if script != "-m":
+        return importlib.import_module(script.removesuffix(".py").replace("/", ".")), args
+    name, *args = args
+    if importlib.util.find_spec(name).submodule_search_locations is not None:
+        name += ".__main__"  # it is a package
+    return importlib.import_module(name), args
 
 
 def commands(line):

@@ -43,9 +43,7 @@ def train(folder, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(
-    train, folder, monkeypatch
-):
+def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train, folder):
     printed = train(TRAIN)
     for line in (TABLE_LINE, END):
         assert line in printed
@@ -59,9 +57,9 @@ def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(
     assert contents(run_folder) == before
     pytest.importorskip("matplotlib")
     train(CHANGED)
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    plot_metrics = importlib.import_module("plot_metrics")
-    plot_metrics.main(plot_metrics.parse_args(PLOT[2:]))
+    assert PLOT[:3] == ["python", "-m", "trainkit.projects.plots"]
+    plots = importlib.import_module("trainkit.projects.plots.__main__")
+    plots.main(plots.parse_args(PLOT[3:]))
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

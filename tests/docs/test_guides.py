@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import logging
 import re
 import shlex
@@ -15,7 +16,7 @@ import yaml
 from tests.docs.pages import blocks, contents, page, run
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight, sgd
-from tools.inspect_checkpoint import compare_files, parts_of
+from tools.inspect_checkpoint import compare_files, entries_of
 from trainkit.checkpoint.file import read_file
 from trainkit.config import CfgNode, get_cfg
 from trainkit.data import MetadataCatalog, build_train_loader
@@ -49,11 +50,11 @@ NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
 TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
-DATASET, CURRICULUM, LOADER = blocks("docs/data.md", "python")
+DATASET, UNNAMED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
 (COMBINED,) = blocks("projects/samplers/README.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
-BEFORE, AFTER = blocks("docs/migrate_from_plain_loop.md", "python")
+BEFORE, AFTER, EVALUATED = blocks("docs/migrate_from_plain_loop.md", "python")
 
 
 def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monkeypatch):
@@ -189,6 +190,16 @@ def test_the_dataset_of_the_page_is_transformed_and_batched():
     assert torch.equal(batch["x"][:, 0].long(), batch["label"])
 
 
+def test_the_trainer_of_the_page_gives_its_datasets_without_a_name(tmp_path):
+    trainer = run(UNNAMED, "data.md")["Trainer"]
+    cfg = tiny_cfg(tmp_path, "SOLVER.IMS_PER_BATCH", 100)
+    for node in ("TRAIN_TRANSFORM", "TEST_TRANSFORM"):
+        cfg.INPUT[node] = ""
+    assert sorted(next(iter(trainer.build_train_loader(cfg)))["x"].tolist()) == [*range(100)]
+    batches = [batch["x"].tolist() for batch in trainer.build_test_loader(cfg, "")]
+    assert batches == [[*range(start, start + 4)] for start in range(100, 120, 4)]
+
+
 def test_the_dataset_of_the_page_learns_its_epoch_in_a_worker():
     dataset = run(CURRICULUM, "data.md")["Curriculum"]([10, 20])
     batches = iter(build_train_loader(dataset, total_batch_size=2, num_workers=1))
@@ -261,12 +272,26 @@ def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
     assert run(clipped, "migrate_from_plain_loop.md")["train"](60) != losses
 
 
-GARBAGE, EAGER, GRAPH = blocks("docs/performance.md", "yaml")
+def test_the_script_evaluates_keeps_the_best_weights_and_stops_early(tmp_path):
+    names = run(BEFORE + AFTER + EVALUATED, "migrate_from_plain_loop.md")
+    model, trainer = names["train_and_evaluate"](5000, str(tmp_path))
+    errors = [value for value, _ in trainer.storage.history("val_error").values()]
+    best = min(errors)
+    assert errors.index(best) == len(errors) - 1 - 3
+    assert trainer.iter == 20 * len(errors) < 5000
+    assert (tmp_path / "model_final.pth").exists()
+    model.eval()
+    with torch.no_grad():
+        of_best = sum(model(batch)["loss"].item() for batch in names["make_data"]()[15:]) / 5
+    assert of_best == best
+
+
+THREADS, GARBAGE, EAGER, GRAPH = blocks("docs/performance.md", "yaml")
 STORE_NORM, TRAINERS = blocks("docs/performance.md", "python")
 
 
 def test_every_yaml_block_is_a_config_and_the_hook_stores_what_each_iteration_had():
-    for text in (GARBAGE, EAGER, GRAPH):
+    for text in (THREADS, GARBAGE, EAGER, GRAPH):
         merged(text)
     names, model = run(STORE_NORM, "performance.md", HookBase=HookBase), Weight()
     trainer = SimpleTrainer(
@@ -292,7 +317,7 @@ def test_both_trainers_of_the_script_train_the_same():
 
 
 PAGE = "docs/writers.md"
-WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
+PER_EPOCH, WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
 (CONFIG,) = blocks(PAGE, "yaml")
 
 
@@ -317,6 +342,23 @@ def test_a_writer_of_ones_own_writes_with_the_others_and_the_files_are_read(tmp_
     assert set(same.columns) == set(table.columns)
     for name in ("total_loss", "classification/top1"):
         assert table[name].dropna().to_dict() == same[name].dropna().to_dict()
+
+
+@pytest.mark.parametrize(("period", "written"), [("1ep", [4, 9, 14, 19]), (10, [4, 14, 19])])
+def test_a_value_per_epoch_is_written_if_the_log_period_is_not_longer(tmp_path, period, written):
+    options = ["SOLVER.MAX_ITER", 20, "TEST.EVAL_PERIOD", 0, "LOG.PERIOD", period]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
+    trainer.register_hooks([run(PER_EPOCH, PAGE)["EpochLoss"]()])
+    trainer.train()
+
+    of_all = torch.tensor([loss for loss, _ in trainer.storage.history("total_loss").values()])
+    means = of_all.double().reshape(4, 5).mean(dim=1)
+    in_storage = {iter: value for value, iter in trainer.storage.history("epoch_loss").values()}
+    assert in_storage == pytest.approx(dict(zip([4, 9, 14, 19], means.tolist(), strict=True)))
+
+    lines = map(json.loads, (tmp_path / "metrics.json").read_text().splitlines())
+    in_file = {line["iteration"]: line["epoch_loss"] for line in lines if "epoch_loss" in line}
+    assert in_file == {iter: in_storage[iter] for iter in written}
 
 
 def test_a_registered_writer_is_named_in_the_config(tmp_path, monkeypatch):
@@ -363,5 +405,5 @@ def test_a_gan_with_two_optimizers_resumes_exactly_and_the_check_names_what_was_
     files = [str(tmp_path / name / "model_final.pth") for name in ("whole", "pieces")]
     text, differs = compare_files(*files)
     assert differs == bool(left_out)
-    said = f"identical: {len(parts_of(read_file(files[0])))} entries, bit by bit, except clock readings"
+    said = f"identical: {len(entries_of(read_file(files[0])))} entries, bit by bit, except clock readings"
     assert text.startswith("model/") if left_out else text == said

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import inspect
+import math
 import re
 from functools import reduce
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from trainkit.projects.solver_extras.schedules import SCHEDULE_REGISTRY
+from trainkit.projects.solver_extras.schedules import SCHEDULE_REGISTRY, build_schedule
 
 import trainkit_selfsup  # noqa: F401  # registers hooks
 from tests.docs.pages import blocks, page, run
@@ -172,6 +173,21 @@ def test_an_example_builds_the_optimizer_of_mmengine(python, config):
         assert optimizer.defaults[key] == wanted[key]
     assert max(group["lr"] for group in optimizer.param_groups) >= wanted["lr"] * 0.999
     assert max(group["weight_decay"] for group in optimizer.param_groups) == wanted["weight_decay"]
+
+
+def test_restarts_after_a_step_need_ten_times_the_weights_and_the_ratio():
+    """By the formula of MMEngine, which starts from the initial rate."""
+    entries = [
+        {"NAME": "Step", "STEP_SIZE": 10, "GAMMA": 0.1, "END": 11},
+        {"NAME": "CosineRestarts", "BEGIN": 10, "PERIODS": [20, 20]},
+    ]
+    entries[1].update(WEIGHTS=[10.0, 5.0], END_RATIO=10 * 0.01)
+    schedule = build_schedule(entries, 50, "SOLVER.SCHEDULES")
+    for begin, weight in ((10, 1.0), (30, 0.5)):
+        for t in range(20):
+            cosine = (1 + math.cos(math.pi * t / 20)) / 2
+            theirs = 0.3 * 0.01 + (0.3 * weight - 0.3 * 0.01) * cosine
+            assert schedule(begin + t, 0.3) == pytest.approx(theirs)
 
 
 def test_the_model_of_your_own_trains_with_the_hook_of_mmselfsup(tmp_path):

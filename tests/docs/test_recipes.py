@@ -2,22 +2,26 @@
 
 import copy
 import json
+import math
+import re
 import statistics
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.docs.pages import blocks, run
+from tests.docs.pages import blocks, page, run
 from tests.engine.job import tiny_cfg
 from tests.projects.torchvision_here import need
-from trainkit.config import get_cfg
+from trainkit.config import CfgNode, get_cfg
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
 from trainkit.evaluation import inference_on_dataset
+from trainkit.solver import build_lr_scheduler
 
 PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recipes.md", "python")
-(OF_PICTURES,) = blocks("docs/recipes.md", "yaml")
+OF_PICTURES, DECAY = blocks("docs/recipes.md", "yaml")
 
 
 @pytest.mark.usefixtures("catalogs")
@@ -147,12 +151,50 @@ def test_metrics_of_torchmetrics_are_an_evaluator():
     assert inference_on_dataset(model, batches, evaluator) == {"metrics": {"f1": pytest.approx(f1)}}
 
 
-def test_each_token_has_the_same_weight_in_micro_batches_of_any_length():
-    loss = run(TOKENS, "recipes.md")["token_loss"]
+@pytest.mark.parametrize(("num_ranks", "steps"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_each_token_has_the_same_weight_on_any_number_of_ranks_and_steps(num_ranks, steps, as_rank):
     logits, targets = torch.randn(4, 6, 10, requires_grad=True), torch.randint(10, (4, 6))
     targets[0, 2:] = -100
-    whole = torch.autograd.grad(loss(logits, targets), logits)[0]
-    parts = torch.autograd.grad(
-        loss(logits[:1], targets[:1]) + loss(logits[1:], targets[1:]), logits
-    )[0]
-    assert torch.allclose(whole, parts)
+    tokens = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    expected = torch.autograd.grad(tokens.sum() / 4000, logits)[0]
+
+    page = run(TOKENS.replace("ACCUMULATION_STEPS = 4", f"ACCUMULATION_STEPS = {steps}"), "page")
+    as_rank(0, num_ranks)
+    num_parts = num_ranks * steps
+    sizes = {1: [4], 2: [1, 3], 4: [1, 1, 1, 1]}[num_parts]
+    # the trainer and DDP average over the micro-batches of all ranks
+    mean = sum(
+        page["token_loss"](part, target) / num_parts
+        for part, target in zip(logits.split(sizes), targets.split(sizes), strict=True)
+    )
+    assert torch.allclose(torch.autograd.grad(mean, logits)[0], expected)
+
+
+def rates(*options):
+    """The learning rate of each of the iterations."""
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg(CfgNode(yaml.safe_load(DECAY)))
+    cfg.merge_from_list([*options])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=cfg.SOLVER.BASE_LR)
+    scheduler = build_lr_scheduler(cfg, optimizer)
+    for _ in range(cfg.SOLVER.MAX_ITER):
+        yield optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        scheduler.step()
+
+
+def test_the_rate_rises_to_the_base_and_falls_on_a_line():
+    rising = [0.001 * i / 100 for i in range(100)]
+    falling = [0.001 * (1000 - i) / 900 for i in range(100, 1000)]
+    assert [*rates()] == pytest.approx(rising + falling, rel=1e-12, abs=1e-15)
+
+    text = page("docs/recipes.md")
+    (iterations, shown) = re.findall(r"^\| (?:iteration|rate) \| (.+) \|$", text, re.MULTILINE)
+    found = [*rates()]
+    for iteration, rate in zip(iterations.split(" | "), shown.split(" | "), strict=True):
+        assert float(f"{found[int(iteration)]:.2g}") == float(rate)
+
+    cosine = [*rates("SOLVER.LR_SCHEDULER_NAME", "WarmupCosineLR")]
+    half = [0.0005 * (1 + math.cos(math.pi * (i - 100) / 900)) for i in range(100, 1000)]
+    assert cosine == pytest.approx(rising + half, rel=1e-12, abs=1e-15)
+    assert [*rates("SOLVER.RESCALE_INTERVAL", False)][100] == pytest.approx(0.0009)

@@ -1,5 +1,6 @@
 """The commands of the example in docs/replay.md print what the page shows, with one process and with two."""
 
+import importlib.util
 import shlex
 
 import pytest
@@ -61,15 +62,10 @@ def test_the_hunt_prints_what_the_page_shows_and_leaves_the_run_as_it_is(folder)
         assert found.returncode == 0, found.stderr
         assert_shown(shown, found.stdout)
         assert max(map(len, found.stdout.splitlines()[2:]), default=0) <= 120
-    plot = [
-        "tools/plot_metrics.py",
-        "output/signals",
-        "replay_of_signals",
-        "--html",
-        "metrics.html",
-    ]
-    assert command(plot, folder).returncode == 0
-    assert "quietest" in (folder / "metrics.html").read_text()
+    if importlib.util.find_spec("plotly"):
+        plot = ["tools/plot_metrics.py", "output/signals", "replay_of_signals"]
+        assert command([*plot, "-o", "metrics.html"], folder).returncode == 0
+        assert "quietest" in (folder / "metrics.html").read_text()
 
     assert digest_of_folder(folder / "output/signals") == before
 

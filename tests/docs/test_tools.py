@@ -1,12 +1,11 @@
 """The commands of docs/tools.md, run after a short run of the default job, do what the pages show."""
 
-import importlib
 import re
 import shlex
 
 import pytest
 
-from tests.docs.pages import ROOT, page
+from tests.docs.pages import ROOT, page, tool_of
 from tests.tools.command import call
 from tests.tools.digits_run import OPTIONS
 from tools import train_net
@@ -53,12 +52,11 @@ def folder(tmp_path_factory):
 
 def run(command, capsys):
     """What it prints, and its exit code."""
-    python, script, *args = shlex.split(command)
-    assert python == "python"
-    if script == "-c":
-        exec(args[0], {})
+    words = shlex.split(command)
+    if words[:2] == ["python", "-c"]:
+        exec(words[2], {})
         return "", 0
-    tool = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    tool, args = tool_of(words)
     code, out, err = call(tool, capsys, *args)
     return out or err, code
 
@@ -92,6 +90,10 @@ def test_each_command_prints_what_the_page_shows(folder, monkeypatch, capsys):
 
 
 def test_every_tool_has_its_line_in_the_table():
-    parts = {"chaos_job.py", "model_memory.py", "user_job.py"}  # of others, no commands
-    scripts = {path.name for path in (ROOT / "tools").glob("*.py")} - parts
+    scripts = {path.name for path in (ROOT / "tools").glob("*.py")}
     assert set(re.findall(r"^\| `tools/(\w+\.py)` \| \w", PAGE, re.MULTILINE)) == scripts
+    modules = re.findall(r"^\| `(trainkit\.projects\.[\w.]+)` \| \w", PAGE, re.MULTILINE)
+    assert len(modules) == 4
+    for name in modules:
+        tool, _ = tool_of(["python", "-m", name])
+        assert tool.parse_args.__doc__

@@ -29,6 +29,16 @@ class TinyClassifier(nn.Module):
         return {"loss_cls": nn.functional.cross_entropy(logits, batch["label"])}
 
 
+@MODEL_REGISTRY.register()
+class NeedsMemory(TinyClassifier):
+    """For 23 samples there is enough memory."""
+
+    def forward(self, batch):
+        if len(batch["label"]) > 23:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(batch)
+
+
 @EVALUATOR_REGISTRY.register()
 class TinyAccuracy(DatasetEvaluator):
     """The results of a ClassificationEvaluator, which is in a project."""

@@ -9,7 +9,7 @@ from torch import nn
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Weight, poisoned, sgd, state_of
 from trainkit.engine import DefaultTrainer
-from trainkit.engine.losses import non_finite_names, raise_failure
+from trainkit.engine.finite import non_finite_names, raise_failure
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver import GradientClipper
 

@@ -133,11 +133,20 @@ def test_a_failed_step_is_one_line_of_the_log_and_its_traceback_is_for_the_log_f
         trainer.train(0, 2)
     errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert [record.getMessage() for record in errors] == [
-        "Training failed in iteration 0: ValueError: boom"
+        "Training failed in iteration 0 of 0 to 1: ValueError: boom"
     ]
     assert "Traceback" not in caplog.text
 
 
+@pytest.fixture
+def ctrl_c():
+    """What a terminal does; a process in the background ignores it."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_the_last_line_after_ctrl_c_says_where_the_run_stands_and_what_to_write():
     trainer = a_trainer()
     interrupt = AfterStep(lambda trainer: trainer.iter == 1 and signal.raise_signal(signal.SIGINT))

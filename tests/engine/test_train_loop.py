@@ -154,7 +154,7 @@ def test_a_failing_step_is_logged_with_its_iteration_and_raised_after_after_trai
     assert calls[-2:] == [("before_step", fail_at, "running"), ("after_train", fail_at, "failed")]
     assert (trainer.iter, trainer.status) == (fail_at, "failed")
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert record.getMessage() == f"Training failed in iteration {fail_at}: {message}"
+    assert record.getMessage() == f"Training failed in iteration {fail_at} of 0 to 2: {message}"
     assert record.exc_info is None  # the error is raised again, with its traceback
     [traced] = [record for record in caplog.records if record.exc_info is not None]
     assert traced.levelno == logging.DEBUG  # for the log file

@@ -28,37 +28,35 @@ from trainkit.utils.events import JSONWriter
 class Configured:
     """A DefaultTrainer with these settings; ``hooks`` make further hooks."""
 
+    max_iter = None  # that of the config
+
     def __init__(
         self,
         *options: Any,
         make_cfg: Callable[..., CfgNode] = tiny_cfg,
         trainer_class: type[DefaultTrainer] = DefaultTrainer,
         hooks: Sequence[Callable[[], HookBase]] = (),
-        has_epochs: bool = True,
     ) -> None:
         self.options, self.make_cfg, self.trainer_class = options, make_cfg, trainer_class
-        self.hooks, self.has_epochs = hooks, has_epochs
+        self.hooks = hooks
 
-    def build(self, folder: Path) -> TrainerBase:
+    def __call__(self, folder: Path) -> TrainerBase:
         trainer = self.trainer_class(self.make_cfg(folder, *self.options))
         trainer.resume_or_load()
         trainer.register_hooks([make() for make in self.hooks])
         return trainer
 
-    def train(self, trainer: Any) -> None:
-        trainer.train()
-
 
 class Scripted:
     """A script: its parts, a checkpoint every 3 and a line of metrics every 2 of 13 iterations."""
 
-    num_iters, has_epochs = 13, False
+    max_iter = 13
 
     def parts(self) -> tuple[TrainerBase, nn.Module, list[HookBase]]:
         """Trainer, model, and further hooks."""
         raise NotImplementedError
 
-    def build(self, folder: Path) -> TrainerBase:
+    def __call__(self, folder: Path) -> TrainerBase:
         trainer, model, more = self.parts()
         checkpointer = Checkpointer(model, str(folder), trainer=trainer)
         writers = [JSONWriter(str(folder / "metrics.json"))] if comm.is_main_process() else []
@@ -66,11 +64,7 @@ class Scripted:
             [*more, hooks.PeriodicCheckpointer(checkpointer, 3), hooks.PeriodicWriter(writers, 2)]
         )
         checkpointer.resume_or_load("", resume=True)
-        self.start = trainer.next_iter if checkpointer.has_checkpoint() else 0
         return trainer
-
-    def train(self, trainer: TrainerBase) -> None:
-        trainer.train(self.start, self.num_iters)
 
 
 class GAN(Scripted):
@@ -149,8 +143,6 @@ class Shuffling(Sampler):
 class FiniteData(Scripted):
     """18 samples in batches of 4, so each fifth has 2; two hooks of one class. ``options`` are of the loader."""
 
-    has_epochs = True
-
     def __init__(self, *, accumulation_steps=1, **options):
         self.accumulation_steps, self.options = accumulation_steps, options
 
@@ -203,7 +195,7 @@ class Shuffled(nn.Module):
 class Buckets(Scripted):
     """DDP with one of its options; three ranks add up gradients in an order that the buckets decide."""
 
-    num_iters, has_epochs = 8, True
+    max_iter = 8
 
     def __init__(self, trainer_class=SimpleTrainer, **options):
         self.trainer_class, self.options = trainer_class, options

@@ -8,12 +8,13 @@ import sys
 import pytest
 import torch
 from torch.nn import functional as F
+from trainkit.projects.predict import __main__ as predict
 
 from projects.vision_text import ToImage
 from projects.vision_text.job import start
 from tests.docs.pages import ROOT, blocks, run
 from tests.projects.torchvision_here import need
-from tools import analyze_model, predict, train_net
+from tools import analyze_model, train_net
 from trainkit.config import get_cfg, import_modules
 from trainkit.data import DatasetCatalog
 from trainkit.engine import default_argument_parser
@@ -153,10 +154,10 @@ def test_the_script_of_the_page_is_trained_counted_and_predicts(tmp_path, monkey
 
     command = ["--config-file", "output/mine/config.yaml", "--script", "train.py", "--depth", "0"]
     analyze_model.main(analyze_model.parse_args(command))
-    assert re.search(r"^\(model\) +ResNet +11,178,051 ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^In all: 11,178,051 parameters, ", capsys.readouterr().out, re.MULTILINE)
 
     close_logger()
-    (command,) = re.findall(r"^python tools/predict.py (.+)$", TOOLS, re.MULTILINE)
+    (command,) = re.findall(r"^python -m trainkit.projects.predict (.+)$", TOOLS, re.MULTILINE)
     predict.main(predict.parse_args(shlex.split(command)))
     assert len(capsys.readouterr().out.splitlines()) == 3
 

@@ -9,7 +9,7 @@ from torch import nn
 from tests.engine.job import tiny_cfg
 from tests.tools import command
 from tools import analyze_model
-from tools.model_memory import estimate_memory
+from tools.analyze_model import estimate_memory
 from trainkit.engine import DefaultTrainer
 from trainkit.modeling import MODEL_REGISTRY, build_model
 from trainkit.solver import build_optimizer
@@ -23,11 +23,12 @@ class Net(nn.Module):
         self.frozen = nn.Linear(4, 8).requires_grad_(False)
         self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
         self.unused = nn.Linear(5, 5)
+        self.nothing = nn.Identity()
         self.modes = []
 
     def forward(self, batch):
         self.modes.append(self.training)
-        logits = self.head(self.frozen(batch["x"]))
+        logits = self.nothing(self.head(self.frozen(batch["x"])))
         loss = nn.functional.cross_entropy(logits, batch["label"])
         return {"logits": logits, "loss": loss, "names": batch["name"], "nested": [(logits.exp(),)]}
 
@@ -36,51 +37,78 @@ BATCH = {"x": torch.ones(1, 4), "label": torch.tensor([1]), "name": ["a"]}
 
 
 def table(text):
-    """module -> its class and numbers"""
-    return {
-        line.split()[0]: line.split()[1:]
-        for line in text.splitlines()[2:]
-        if line[:4] not in ("For ", "Noth", "Not ")
-    }
+    """module -> its numbers, as text"""
+    rows = {}
+    for line in text.splitlines()[2:]:
+        if line.startswith("|"):
+            module, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
+            rows[module] = numbers
+    return rows
 
 
-def test_each_module_is_counted_exactly_without_gradients_and_in_eval_mode():
+def test_each_module_is_counted_in_eval_mode_and_what_is_not_counted_is_named():
     model = Net()
     report = analyze_model.report(model, BATCH)
 
-    # parameters, trainable ones, buffers, FLOPs, activations; 0 is left out
+    # parameters, FLOPs, activations; batch norm: a product and a sum for each of its 8 values
     assert table(report) == {
-        "(model)": ["Net", "113", "73", "17", "56", "11"],
-        "frozen": ["Linear", "40", "32", "8"],
-        "head": ["Sequential", "43", "43", "17", "24", "3"],
-        "head.0": ["BatchNorm1d", "16", "16", "17"],
-        "head.1": ["Linear", "27", "27", "24", "3"],
-        "unused": ["Linear", "30", "30", "-", "-"],
+        "model": ["0.113K", "72", "11"],
+        "frozen": ["40", "32", "8"],
+        "head": ["43", "40", "3"],
+        "head.0": ["16", "16", "0"],
+        "head.1": ["27", "24", "3"],
+        "unused": ["30", "", ""],
     }
     assert set(model.modes) == {False}
-    assert list(table(analyze_model.report(model, BATCH, depth=1))) == [
-        "(model)",
-        "frozen",
-        "head",
-        "unused",
-    ]
-    assert report.splitlines()[-3:] == [
-        "For the input {'x': [1, 4], 'label': [1], 'name': ['a']}, in eval mode.",
-        "Nothing is counted in 1 BatchNorm1d.",
+    assert report.splitlines()[-4:] == [
+        "Input: {'x': [1, 4], 'label': [1], 'name': ['a']}, in eval mode.",
+        "In all: 113 parameters, 73 of them trainable; 72 FLOPs; 11 activations.",
+        "No FLOPs are counted for: 1 aten::cross_entropy_loss, 1 aten::exp.",
         "Not called, or not as modules: unused.",
     ]
+    of_depth_1 = analyze_model.report(model, BATCH, depth=1)
+    assert list(table(of_depth_1)) == ["model", "frozen", "head", "unused"]
 
 
 def test_attention_is_counted_although_torch_has_one_operator_for_it():
     length, dim = 6, 8
     layer = nn.TransformerEncoderLayer(dim, nhead=2, dim_feedforward=16, batch_first=True)
-    counts = analyze_model.Counts(layer, torch.ones(1, length, dim))
+    flops, activations = analyze_model.count(layer, torch.ones(1, length, dim))
     projections, products = 4 * length * dim * dim, 2 * length * length * dim
-    assert counts.flops["self_attn"] == projections + products
-    # the scores of two heads
-    assert counts.activations["self_attn"] == 5 * length * dim + 2 * length * length
-    assert counts.uncounted == {"LayerNorm": 2, "Dropout": 3}
+    assert flops.total("self_attn") == projections + products
+    # four projections and the result of attention, and the scores of two heads
+    assert activations.total("self_attn") == 5 * length * dim + 2 * length * length
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Boxes:
+    """What a detector may return."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+class Detector(nn.Module):
+    """Takes more than tensors, and returns something that holds one."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, batch):
+        assert batch["scale"] == 2
+        assert batch["none"] is None
+        return Boxes(self.head(batch["x"]) * batch["scale"])
+
+
+def test_a_model_may_take_and_return_other_things_than_tensors():
+    model = Detector()
+    flops, activations = analyze_model.count(
+        model, {"x": torch.ones(1, 4), "scale": 2, "none": None}
+    )
+    assert (flops.total(), activations.total()) == (12, 3)
+    # nothing is left in the model
+    assert isinstance(model({"x": torch.ones(1, 4), "scale": 2, "none": None}), Boxes)
 
 
 @pytest.fixture
@@ -101,15 +129,16 @@ def call(tmp_path, capsys):
 def test_the_command_counts_one_sample_of_the_test_data_or_of_a_shape(call):
     code, out, _ = call()
     assert code == 0
-    assert table(out)["(model)"] == ["TinyClassifier", "74", "74", "17", str(4 * 8 + 8 * 2), "10"]
-    assert "For the input {'x': [1, 4], 'label': [1]}, in eval mode.\n" in out
+    flops = 4 * 8 + 2 * 8 + 8 * 2  # a layer, batch norm, a layer
+    assert f"In all: 74 parameters, 74 of them trainable; {flops} FLOPs; 10 activations.\n" in out
+    assert "Input: {'x': [1, 4], 'label': [1]}, in eval mode.\n" in out
     assert call(options=("DATASETS.TEST", (), "DATASETS.VAL", ("tiny_val",)))[1] == out
 
     of_shape = call(
-        "--input-shape", "x=4", "--depth", "1", options=("DATASETS.TEST", (), "DATASETS.TRAIN", ())
+        "--input-shape", "x=4", "--depth", "0", options=("DATASETS.TEST", (), "DATASETS.TRAIN", ())
     )[1]
-    assert table(of_shape) == {name: table(out)[name] for name in ("(model)", "layers")}
-    assert "For the input {'x': [1, 4]}, in eval mode.\n" in of_shape
+    assert table(of_shape) == {"layers": table(out)["layers"]}
+    assert "Input: {'x': [1, 4]}, in eval mode.\n" in of_shape
 
     def mistake(*args, **kwargs):
         code, out, err = call(*args, **kwargs)

@@ -119,7 +119,7 @@ class Record:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.histories: dict[str, deque[tuple[int, float]]] = {}
-        self.json_file = open(folder / "metrics.json", "a", buffering=1)  # noqa: SIM115
+        self.json_file = open(folder / "metrics.json", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def __del__(self) -> None:
         self.json_file.close()

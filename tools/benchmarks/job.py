@@ -262,7 +262,7 @@ class Chunks:
 @contextmanager
 def logging_to(folder: Path) -> Iterator[None]:
     """In this context trainkit logs into ``log.txt``, and to a stdout that is discarded."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         setup_logger(folder, comm.get_rank())
         try:
             yield

@@ -136,7 +136,7 @@ def in_new_process(function: Callable[..., float], *arguments: Any) -> float:
 
 def resident_mib() -> float:
     """The memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 

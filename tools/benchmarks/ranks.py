@@ -68,7 +68,7 @@ def measure(rounds: int, scratch: Path, quick: bool) -> list[Comparison]:
     file = scratch / "found.json"
     launch(_measure_and_save, PROCESSES, args=(file, rounds, scratch, quick))
     comparisons = []
-    for name, found in json.loads(file.read_text()).items():
+    for name, found in json.loads(file.read_text(encoding="utf-8")).items():
         work = f"a step on two processes, {name}"
         comparisons.append(Comparison(work, LoopOfRank, found))
     return comparisons
@@ -93,7 +93,7 @@ def _measure_and_save(file: Path, rounds: int, scratch: Path, quick: bool) -> No
             }
             found[name] = alternate(ways, rounds)
     if comm.is_main_process():
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(found), encoding="utf-8")
 
 
 def _slowest(run: Callable[[int], float], steps: int) -> float:

@@ -101,7 +101,7 @@ class LoopWithFourWriters(HandWrittenLoop):
 class FourWriters(Record):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.csv_file = open(folder / "metrics.csv", "a", buffering=1)  # noqa: SIM115
+        self.csv_file = open(folder / "metrics.csv", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self.csv_writer = csv.writer(self.csv_file)
         self.summary_writer: Any = SummaryWriter(str(folder))
 

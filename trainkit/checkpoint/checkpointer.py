@@ -39,15 +39,12 @@ from trainkit.checkpoint.folder import (
 )
 from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
 from trainkit.checkpoint.mirror import after_save, local_folder
-from trainkit.checkpoint.optimizer_state import (
-    describe_groups,
-    fit_state,
-    load_optimizer,
-    names_in,
-)
+from trainkit.checkpoint.optimizer_groups import describe_groups, names_in
+from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, together
 from trainkit.utils import comm
 from trainkit.utils.file_io import PathManager
+from trainkit.utils.periods import say_done
 from trainkit.utils.plugins import find_plugins, load
 
 _logger = logging.getLogger(__name__)
@@ -70,16 +67,17 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         checkpointables: name in the file -> object with ``state_dict`` and ``load_state_dict``.
 
     A checkpointable may have:
-        ``before_save(state)``: may change the whole state before it is written.
-        ``after_load(state)``: may change the whole state after it is read. ``paths_read``: the
-            starts of the paths that it reads.
-        ``check_state_dict(state)``: raises CheckpointError if its state does not fit, before
-            anything is loaded.
-        ``rank_keys``: the entries of its state that differ between ranks.
-        ``separate_states``: the entries of its state that hold states of different objects. If one
-            of these cannot be written, the others are.
-        ``only_evaluates``: if only such objects are loaded, the model gets the weights for
-            evaluation, which are the entry ``model``, also if there is an entry ``trained_model``.
+
+    - ``before_save(state)``: may change the whole state before it is written.
+    - ``after_load(state)``: may change the whole state after it is read. ``paths_read``: the starts
+      of the paths that it reads.
+    - ``check_state_dict(state)``: raises CheckpointError if its state does not fit, before anything
+      is loaded.
+    - ``rank_keys``: the entries of its state that differ between ranks.
+    - ``separate_states``: the entries of its state that hold states of different objects. If one of
+      these cannot be written, the others are.
+    - ``only_evaluates``: if only such objects are loaded, the model gets the weights for evaluation,
+      which are the entry ``model``, also if there is an entry ``trained_model``.
     """
 
     def __init__(
@@ -141,24 +139,128 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             return None
         with contextlib.suppress(CheckpointError):  # of an earlier save, whose format has logged it
             self.wait()
-        state, errors = self._collect(kwargs)
+        state, reasons = self._collect(kwargs)
         path = os.path.join(self.save_dir, name + SUFFIX)
         if self.format.collective:
             together(self._prepare_folder)
         else:
             self._prepare_folder()
+        takes_folder = False
         if self.save_to_disk:
-            _logger.info("Saving checkpoint to %s", path)
-            self._run_id = self._run_id or read_run_id(self.save_dir) or new_run_id()
+            progress = ""
+            if isinstance(kwargs.get("iteration"), int):
+                # iterations count from 0, also in the name of the file
+                progress = f", {say_done(kwargs['iteration'] + 1)}"
+            _logger.info("Saving checkpoint to %s%s", path, progress)
+            run_id_of_folder = read_run_id(self.save_dir)
+            self._run_id = self._run_id or run_id_of_folder or new_run_id()
+            takes_folder = tag_last and run_id_of_folder != self._run_id
             state[RUN_ID] = self._run_id
         if self.save_to_disk or self.format.collective:
             prepared = self.format.prepare(state)
-            save = partial(self._write, prepared, path, tag_last, on_commit)
+            save = partial(self._write, prepared, path, tag_last, takes_folder, on_commit)
             self._writing = self.format.submit(save)
-        if errors:
+        if reasons:
             self.wait()
-            raise TypeError(f"{errors[0]}. '{path}' is written without this state")
+            raise TypeError(f"{reasons[0]}. '{path}' is written without this state")
         return self._writing
+
+    def _collect(self, entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """The state to write, and the reason for each part that is left out on any rank."""
+        state = {**self._own_state(), **entries}
+        for obj in self.checkpointables.values():
+            if hasattr(obj, "before_save"):
+                obj.before_save(state)
+        state, errors = self._leave_out_unwritable(state)
+        left_out = [(error.path, str(error)) for error in errors]  # path and reason
+        rank_keys = {
+            key: getattr(obj, "rank_keys", ()) for key, obj in self.checkpointables.items()
+        }
+        if comm.get_world_size() > 1 and any(rank_keys.values()):
+            by_rank = comm.all_gather(left_out)
+            left_out = list(dict.fromkeys(itertools.chain(*by_rank)))  # each once
+            state["ranks"] = gather_rank_states(state, self.model, rank_keys)
+        if left_out:
+            state["left_out"] = [path for path, _ in left_out]
+        return state, [reason for _, reason in left_out]
+
+    def _own_state(self) -> dict[str, Any]:
+        """The states of the model and of the checkpointables."""
+        state: dict[str, Any] = {"model": self.model.state_dict()}
+        groups = {}
+        for key, obj in self.checkpointables.items():
+            state[key] = obj.state_dict()
+            if isinstance(obj, Optimizer):
+                groups[key] = describe_groups(obj, self._parameter_names())
+        if groups:
+            state["optimizer_groups"] = groups
+        return state
+
+    def _parameter_names(self) -> dict[str, Tensor]:
+        return names_in({"": self.model})
+
+    def _leave_out_unwritable(
+        self, state: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[UnwritableError]]:
+        """A plain copy without the states that a file cannot hold; an error for each of these."""
+        errors: list[UnwritableError] = []
+        take = ordinary_or_divided if self.format.collective else ordinary
+        plain = writable_state(state, self._separate_states(), take, errors)
+        return plain, errors
+
+    def _separate_states(self) -> set[str]:
+        """The paths of dicts in the state whose entries belong to different objects."""
+        paths = {"model", "trained_model"}
+        for key, obj in self.checkpointables.items():
+            names = getattr(obj, "separate_states", ())
+            if names:
+                paths.add(key)
+            paths.update(f"{key}.{name}" for name in names)
+        return paths
+
+    def _prepare_folder(self) -> None:
+        # once: a folder that is deleted during a run is an error
+        if self.save_to_disk and not self._is_folder_prepared:
+            os.makedirs(self.save_dir, exist_ok=True)
+            remove_leftovers(self.save_dir)
+            self._is_folder_prepared = True
+
+    def _write(
+        self,
+        state: Any,
+        path: str,
+        tag_last: bool,
+        takes_folder: bool,
+        on_commit: Callable[[], None] | None,
+    ) -> None:
+        """Write a prepared state; may be called in a thread of the format.
+
+        Args:
+            takes_folder: whether the folder belongs to another run, or to none, until this save.
+        """
+        if not self.save_to_disk:  # this rank only takes part in a collective format
+            self.format.write(state, path)
+            return
+        run_id_file = os.path.join(self.save_dir, RUN_ID)
+        if takes_folder:
+            # without it, the folder belongs to the run of the file that is tagged
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(run_id_file)
+        self.format.write(state, path)
+        if tag_last:
+            self.tag_last_checkpoint(os.path.basename(path))
+        if takes_folder:
+            write_text(self._run_id, run_id_file)
+        if tag_last:
+            self._run_id = ""  # from now on the folder says it
+        sync_folder(self.save_dir)
+        if on_commit is not None:
+            on_commit()
+        after_save(self.save_dir)
+
+    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
+        """Make ``resume_or_load`` start from this file of ``save_dir``."""
+        write_text(last_filename_basename, os.path.join(self.save_dir, "last_checkpoint"))
 
     def collect(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """The state that a save would write now, with further ``entries``; every rank calls it."""
@@ -174,100 +276,6 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             return ""
         _, errors = self._leave_out_unwritable(self._own_state())
         return str(errors[0]) if errors else ""
-
-    def _leave_out_unwritable(
-        self, state: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], list[UnwritableError]]:
-        """A plain copy without the states that a file cannot hold; an error for each of these."""
-        errors: list[UnwritableError] = []
-        take = ordinary_or_divided if self.format.collective else ordinary
-        plain = writable_state(state, self._separate_states(), take, errors)
-        return plain, errors
-
-    def _parameter_names(self) -> dict[str, Tensor]:
-        return names_in({"": self.model})
-
-    def _own_state(self) -> dict[str, Any]:
-        """The states of the model and of the checkpointables."""
-        state: dict[str, Any] = {"model": self.model.state_dict()}
-        groups = {}
-        for key, obj in self.checkpointables.items():
-            state[key] = obj.state_dict()
-            if isinstance(obj, Optimizer):
-                groups[key] = describe_groups(obj, self._parameter_names())
-        if groups:
-            state["optimizer_groups"] = groups
-        return state
-
-    def _separate_states(self) -> set[str]:
-        """The paths of dicts in the state whose entries belong to different objects."""
-        paths = {"model", "trained_model"}
-        for key, obj in self.checkpointables.items():
-            names = getattr(obj, "separate_states", ())
-            if names:
-                paths.add(key)
-            paths.update(f"{key}.{name}" for name in names)
-        return paths
-
-    def _collect(self, entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The state, and for each state that is left out on any rank, the reason."""
-        state = {**self._own_state(), **entries}
-        for obj in self.checkpointables.values():
-            if hasattr(obj, "before_save"):
-                obj.before_save(state)
-        state, errors = self._leave_out_unwritable(state)
-        left_out = [(error.path, str(error)) for error in errors]
-        rank_keys = {
-            key: getattr(obj, "rank_keys", ()) for key, obj in self.checkpointables.items()
-        }
-        if comm.get_world_size() > 1 and any(rank_keys.values()):
-            by_rank = comm.all_gather(left_out)
-            left_out = list(dict.fromkeys(itertools.chain(*by_rank)))  # each once
-            state["ranks"] = gather_rank_states(state, self.model, rank_keys)
-        if left_out:
-            state["left_out"] = [path for path, _ in left_out]
-        return state, [reason for _, reason in left_out]
-
-    def _prepare_folder(self) -> None:
-        # once: a folder that is deleted during a run is an error
-        if self.save_to_disk and not self._is_folder_prepared:
-            os.makedirs(self.save_dir, exist_ok=True)
-            remove_leftovers(self.save_dir)
-            self._is_folder_prepared = True
-
-    def _write(
-        self, state: Any, path: str, tag_last: bool, on_commit: Callable[[], None] | None
-    ) -> None:
-        """Write a prepared state; may be called in a thread of the format."""
-        if not self.save_to_disk:  # this rank only takes part in a collective format
-            self.format.write(state, path)
-            return
-        if tag_last:
-            self._write_and_tag(state, path)
-        else:
-            self.format.write(state, path)
-        sync_folder(self.save_dir)
-        if on_commit is not None:
-            on_commit()
-        after_save(self.save_dir)
-
-    def _write_and_tag(self, state: Any, path: str) -> None:
-        """Write the file and its name into ``last_checkpoint``; the folder is then of this run."""
-        is_folder_of_other_run = read_run_id(self.save_dir) != self._run_id
-        run_id_file = os.path.join(self.save_dir, RUN_ID)
-        if is_folder_of_other_run:
-            # without it, the folder belongs to the run of the file that is tagged
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(run_id_file)
-        self.format.write(state, path)
-        self.tag_last_checkpoint(os.path.basename(path))
-        if is_folder_of_other_run:
-            write_text(self._run_id, run_id_file)
-        self._run_id = ""
-
-    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Make ``resume_or_load`` start from this file of ``save_dir``."""
-        write_text(last_filename_basename, os.path.join(self.save_dir, "last_checkpoint"))
 
     def remove(self, name: str) -> None:
         """Remove a file, such as an old best checkpoint, if it is there.
@@ -472,23 +480,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             for obj in self.checkpointables.values():
                 if hasattr(obj, "after_load"):
                     obj.after_load(state)
-        left_out = _left_out_of(state)
-        state.pop("left_out", None)
-        if left_out:
-            _logger.warning(
-                "'%s' was written without these states, which start anew: they held values that "
-                "a file cannot hold: %s",
-                path,
-                ", ".join(left_out),
-            )
-            incomplete = _owners(left_out)
-            keys = [key for key in keys if key in state or key not in incomplete]
-            strict = strict and "model" not in incomplete
-        absent = [key for key in keys if key not in state]
-        if absent and not strict:
-            _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
-            keys = [key for key in keys if key in state]
-        self._is_strict = strict
+        keys, self._is_strict = _what_to_load(state, path, keys, strict)
         groups = state.pop("optimizer_groups", {})
         for key in keys:
             with loading(f"'{path}': its entry {key!r}"):
@@ -508,6 +500,34 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         """Whether the model is loaded for evaluation, not for training."""
         return all(getattr(self.checkpointables[key], "only_evaluates", False) for key in keys)
 
+    def _check(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
+        """Raises CheckpointError if a state does not fit.
+
+        This finds what can be known before anything is loaded.
+        """
+        obj = self.checkpointables[key]
+        if isinstance(obj, Optimizer):
+            fit_state(obj, state, groups.get(key, []), self._parameter_names())
+        elif hasattr(obj, "check_state_dict"):
+            obj.check_state_dict(state)
+
+    def _load_model(self, checkpoint: dict[str, Any]) -> Any:
+        """Load the entry "model" into the model.
+
+        Returns what ``_log_incompatible_keys`` logs, or None.
+        """
+        try:
+            self.model.load_state_dict(checkpoint["model"])
+        except RuntimeError:  # it names all differences
+            if self._is_strict:
+                raise
+            num_weights = len(checkpoint["model"])
+            found = super()._load_model(checkpoint)
+            if len(found.unexpected_keys) + len(found.incorrect_shapes) == num_weights:
+                raise
+            return found
+        return None
+
     def _log_incompatible_keys(self, incompatible: Any) -> None:
         # fvcore's would color names, which come from a file of somebody else
         for name, saved, own in incompatible.incorrect_shapes:
@@ -526,17 +546,6 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             text = "The model does not have these weights of the checkpoint: %s"
             _logger.warning(text, ", ".join(sorted(map(str, incompatible.unexpected_keys))))
 
-    def _check(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if a state does not fit.
-
-        This finds what can be known before anything is loaded.
-        """
-        obj = self.checkpointables[key]
-        if isinstance(obj, Optimizer):
-            fit_state(obj, state, groups.get(key, []), self._parameter_names())
-        elif hasattr(obj, "check_state_dict"):
-            obj.check_state_dict(state)
-
     def _load(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
         obj = self.checkpointables[key]
         if not isinstance(obj, Optimizer):
@@ -545,22 +554,34 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         adapt = getattr(self.model, "optimizer_state_to_load", None)
         load_optimizer(obj, state, groups.get(key, []), self._parameter_names(), adapt)
 
-    def _load_model(self, checkpoint: dict[str, Any]) -> Any:
-        """Load the entry "model" into the model.
 
-        Returns what ``_log_incompatible_keys`` logs, or None.
-        """
-        try:
-            self.model.load_state_dict(checkpoint["model"])
-        except RuntimeError:  # it names all differences
-            if self._is_strict:
-                raise
-            num_weights = len(checkpoint["model"])
-            found = super()._load_model(checkpoint)
-            if len(found.unexpected_keys) + len(found.incorrect_shapes) == num_weights:
-                raise
-            return found
-        return None
+def _what_to_load(
+    state: dict[str, Any], path: str, keys: list[str], strict: bool
+) -> tuple[list[str], bool]:
+    """The keys whose states the file has, and whether it must have all weights; warns of the rest.
+
+    Args:
+        state: of the file; loses its entry ``left_out``.
+        path, keys, strict: as in `Checkpointer._load_state`. With ``strict`` a key without a state
+            stays, so that loading it fails, unless its state was left out at the save.
+    """
+    left_out = _left_out_of(state)
+    state.pop("left_out", None)
+    if left_out:
+        _logger.warning(
+            "'%s' was written without these states, which start anew: they held values that "
+            "a file cannot hold: %s",
+            path,
+            ", ".join(left_out),
+        )
+        incomplete = _owners(left_out)
+        keys = [key for key in keys if key in state or key not in incomplete]
+        strict = strict and "model" not in incomplete
+    absent = [key for key in keys if key not in state]
+    if absent and not strict:
+        _logger.warning("'%s' holds no state for %s, which stay as they are", path, absent)
+        keys = [key for key in keys if key in state]
+    return keys, strict
 
 
 def _check_is_weights(state: Mapping[str, Any], path: str) -> None:

@@ -34,118 +34,6 @@ _PLAIN = frozenset(
 _DICTS = (dict, collections.OrderedDict, collections.Counter)  # torch's MultiStepLR has a Counter
 
 
-def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
-    """A copy of nested dicts, lists and tuples that is safe to write.
-
-    Containers are new, tensors share memory.
-
-    Args:
-        path: of ``value`` in the whole state, such as ``optimizer.state[0]``.
-        take: None: `ordinary`.
-
-    Raises:
-        TypeError: there is a value other than tensors and plain values; the message has its path.
-    """
-    if take is None:
-        take = ordinary
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is bytes and value:  # torch's reader refuses empty bytes
-        return value
-    if isinstance(value, Tensor):
-        return take(value, path)
-    if isinstance(value, int):
-        return int(value)  # an IntEnum
-    if kind in (list, tuple):
-        # fast, for the thousand numbers of a random state
-        if _PLAIN.issuperset(map(type, value)):
-            return kind(value)
-        return kind([plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value)])
-    if kind not in _DICTS:
-        refuse(value, path)
-    copy: Any = kind()
-    for key, item in value.items():
-        if type(key) is not str:
-            item_path = f"{path}[{key!r}]"
-        elif path:
-            item_path = f"{path}.{key}"
-        else:
-            item_path = key
-        if type(key) not in _PLAIN:
-            key = plain_state(key, item_path, take=refuse)  # a key is no tensor
-        copy[key] = plain_state(item, item_path, take)
-    if hasattr(value, "_metadata"):  # a module's state dict has the version of each submodule
-        copy._metadata = value._metadata
-    return copy
-
-
-def ordinary(tensor: Tensor, path: str) -> Tensor:
-    """The tensor as a file holds it, detached.
-
-    Raises TypeError if it is of another type, such as a sharded one.
-    """
-    if type(tensor) not in ORDINARY:
-        refuse(tensor, path)
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
-class UnwritableError(TypeError):
-    """A state holds something else than tensors and plain values, at ``path``."""
-
-    def __init__(self, message: str, path: str) -> None:
-        super().__init__(message)
-        self.path = path
-
-
-def refuse(value: object, path: str) -> Any:
-    """Raises UnwritableError."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise UnwritableError(
-        f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain "
-        "Python values",
-        path,
-    )
-
-
-def writable_state(
-    state: Mapping[str, Any],
-    separate: Collection[str],
-    take: Take,
-    errors: list[UnwritableError],
-    path: str = "",
-) -> dict[str, Any]:
-    """As `plain_state`, without the entries that a file cannot hold.
-
-    Args:
-        separate: paths of dicts whose entries are left out one by one, since they are states of
-            different objects.
-        take: as for `plain_state`, such as `ordinary`, or `ordinary_or_divided`.
-        errors: gets one error for each entry that is left out.
-        path: of ``state`` in the whole state.
-    """
-    kept: Any = type(state)()
-    for key, value in state.items():
-        value_path = f"{path}.{key}" if path else str(key)
-        try:
-            if value_path in separate and type(value) in _DICTS:
-                kept[key] = writable_state(value, separate, take, errors, value_path)
-            else:
-                kept[key] = plain_state(value, value_path, take)
-        except UnwritableError as error:
-            errors.append(error)
-    if hasattr(state, "_metadata"):
-        kept._metadata = state._metadata
-    return kept
-
-
-def ordinary_or_divided(tensor: Tensor, path: str) -> Tensor:
-    """For a format that writes sharded tensors too."""
-    if hasattr(tensor, "full_tensor"):
-        return tensor
-    return ordinary(tensor, path)
-
-
 def write_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write ``state`` to ``path`` completely or not at all.
 
@@ -212,3 +100,115 @@ def _check_records(file: BinaryIO) -> None:
             raise zipfile.BadZipFile(
                 f"the content of its record '{damaged}' does not match its checksum"
             )
+
+
+def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
+    """A copy of nested dicts, lists and tuples that is safe to write.
+
+    Containers are new, tensors share memory.
+
+    Args:
+        path: of ``value`` in the whole state, such as ``optimizer.state[0]``.
+        take: None: `ordinary`.
+
+    Raises:
+        TypeError: there is a value other than tensors and plain values; the message has its path.
+    """
+    if take is None:
+        take = ordinary
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is bytes and value:  # torch's reader refuses empty bytes
+        return value
+    if isinstance(value, Tensor):
+        return take(value, path)
+    if isinstance(value, int):
+        return int(value)  # an IntEnum
+    if kind in (list, tuple):
+        # fast, for the thousand numbers of a random state
+        if _PLAIN.issuperset(map(type, value)):
+            return kind(value)
+        return kind([plain_state(item, f"{path}[{i}]", take) for i, item in enumerate(value)])
+    if kind not in _DICTS:
+        refuse(value, path)
+    copy: Any = kind()
+    for key, item in value.items():
+        if type(key) is not str:
+            item_path = f"{path}[{key!r}]"
+        elif path:
+            item_path = f"{path}.{key}"
+        else:
+            item_path = key
+        if type(key) not in _PLAIN:
+            key = plain_state(key, item_path, take=refuse)  # a key is no tensor
+        copy[key] = plain_state(item, item_path, take)
+    if hasattr(value, "_metadata"):  # a module's state dict has the version of each submodule
+        copy._metadata = value._metadata
+    return copy
+
+
+def ordinary(tensor: Tensor, path: str) -> Tensor:
+    """The tensor as a file holds it, detached.
+
+    Raises TypeError if it is of another type, such as a sharded one.
+    """
+    if type(tensor) not in ORDINARY:
+        refuse(tensor, path)
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def ordinary_or_divided(tensor: Tensor, path: str) -> Tensor:
+    """For a format that writes sharded tensors too."""
+    if hasattr(tensor, "full_tensor"):
+        return tensor
+    return ordinary(tensor, path)
+
+
+class UnwritableError(TypeError):
+    """A state holds something else than tensors and plain values, at ``path``."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def refuse(value: object, path: str) -> Any:
+    """Raises UnwritableError."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise UnwritableError(
+        f"the state at '{path}' is {value!r:.80} of type {kind}; accepted: tensors and plain "
+        "Python values",
+        path,
+    )
+
+
+def writable_state(
+    state: Mapping[str, Any],
+    separate: Collection[str],
+    take: Take,
+    errors: list[UnwritableError],
+    path: str = "",
+) -> dict[str, Any]:
+    """As `plain_state`, without the entries that a file cannot hold.
+
+    Args:
+        separate: paths of dicts whose entries are left out one by one, since they are states of
+            different objects.
+        take: as for `plain_state`, such as `ordinary`, or `ordinary_or_divided`.
+        errors: gets one error for each entry that is left out.
+        path: of ``state`` in the whole state.
+    """
+    kept: Any = type(state)()
+    for key, value in state.items():
+        value_path = f"{path}.{key}" if path else str(key)
+        try:
+            if value_path in separate and type(value) in _DICTS:
+                kept[key] = writable_state(value, separate, take, errors, value_path)
+            else:
+                kept[key] = plain_state(value, value_path, take)
+        except UnwritableError as error:
+            errors.append(error)
+    if hasattr(state, "_metadata"):
+        kept._metadata = state._metadata
+    return kept

@@ -79,25 +79,50 @@ def candidates(folder: str, read: Callable[[str], Any] = read_file) -> Iterator[
         last_iteration = header.iteration
         yield tagged
 
-    damaged = []
-    headers: dict[str, Header] = {}
-    for path in checkpoint_files(folder):
-        if path == tagged:
-            continue
-        found = read_header(path, read)
-        if found is None:
-            damaged.append(path)
-        elif found.run_id or found.iteration >= 0:  # others have weights alone
-            headers[path] = found
+    others = [path for path in checkpoint_files(folder) if path != tagged]
+    headers, damaged = _read_headers(others, read)
     own = _files_of_run(folder, headers, run_id)
-    # newest first; of one iteration: "model_final", "model_best", the number
-    own.sort(key=lambda path: (headers[path].iteration, path), reverse=True)
-    if last_iteration >= 0:
-        later = [path for path in own if headers[path].iteration > last_iteration]
-        own = [path for path in own if path not in later] + later
-    yield from own
+    yield from _in_order_to_try(own, headers, last_iteration)
     if tagged or run_id or own:
         yield from reversed(damaged)  # for their errors
+
+
+def _read_headers(
+    paths: Iterable[str], read: Callable[[str], Any]
+) -> tuple[dict[str, Header], list[str]]:
+    """path -> header, of the checkpoints with more than weights; and the files that are damaged."""
+    headers: dict[str, Header] = {}
+    damaged = []
+    for path in paths:
+        header = read_header(path, read)
+        if header is None:
+            damaged.append(path)
+        elif header.run_id or header.iteration >= 0:
+            headers[path] = header
+    return headers, damaged
+
+
+def _in_order_to_try(
+    paths: Iterable[str], headers: Mapping[str, Header], last_iteration: int
+) -> list[str]:
+    """The newest first, and at the end those that are later than the last iteration of the run.
+
+    Of one iteration: "model_final", "model_best", the number.
+
+    Args:
+        last_iteration: -1: not known.
+    """
+    newest_first = sorted(paths, key=lambda path: (headers[path].iteration, path), reverse=True)
+    if last_iteration < 0:
+        return newest_first
+    earlier = []
+    later = []
+    for path in newest_first:
+        if headers[path].iteration > last_iteration:
+            later.append(path)
+        else:
+            earlier.append(path)
+    return earlier + later
 
 
 def _files_of_run(folder: str, headers: Mapping[str, Header], run_id: str) -> list[str]:

@@ -43,7 +43,8 @@ class AMPTrainer(SimpleTrainer):
         async_write_metrics: bool = False,
         **kwargs: Any,
     ) -> None:
-        """
+        """A `SimpleTrainer` with a gradient scaler.
+
         Args:
             grad_scaler: default is a dynamic one for float16 and none for bfloat16; see
                 `fixed_scaler`.
@@ -133,11 +134,11 @@ class AMPTrainer(SimpleTrainer):
         self.grad_scaler.update()
         self._unscaled = False
 
-    def look(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
+    def judge_numbers(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
         if _SCALE_FLAG in values:
             scale = values.pop(_SCALE_FLAG)
             storage.put_scalar(SCALE, scale, smoothing_hint=False, cur_iter=iter)
-        return super().look(storage, iter, values)
+        return super().judge_numbers(storage, iter, values)
 
     def saved_objects(self) -> Sequence[Any]:
         return [*super().saved_objects(), self.grad_scaler]

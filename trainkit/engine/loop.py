@@ -1,4 +1,7 @@
-"""TrainerBase: the loop, which calls the hooks. It knows nothing about models, data or optimizers."""
+"""TrainerBase: the loop, which calls the hooks.
+
+It knows nothing about models, data or optimizers.
+"""
 
 import logging
 import sys
@@ -11,11 +14,11 @@ from torch import Tensor, nn
 
 from trainkit.checkpoint.atomic import CheckpointError, loading
 from trainkit.checkpoint.checkpointer import Checkpointer
-from trainkit.checkpoint.optimizer_state import names_in
+from trainkit.checkpoint.optimizer_groups import names_in
 from trainkit.engine.attributes import Attributes, checkpointers_of, stateful_attributes
+from trainkit.engine.finite import raise_failure
 from trainkit.engine.hook_base import HookBase
 from trainkit.engine.hook_list import Anchor, HookList
-from trainkit.engine.losses import raise_failure
 from trainkit.engine.stopping import StopRequests
 from trainkit.evaluation.observer import EvaluationAbandoned, Phase
 from trainkit.utils import comm
@@ -42,8 +45,8 @@ _T = TypeVar("_T")
 class EarlyEnd(NamedTuple):
     """A run that has reached its goal before ``max_iter``.
 
-    ``settings`` are those of the hooks that decide on this, see `HookBase.settings_of_early_end`. With other settings,
-    or a larger ``max_iter``, the run goes on.
+    ``settings`` are those of the hooks that decide on this, see `HookBase.settings_of_early_end`.
+    With other settings, or a larger ``max_iter``, the run goes on.
     """
 
     reason: str
@@ -52,28 +55,40 @@ class EarlyEnd(NamedTuple):
 
 
 class TrainerBase:
-    """The loop: ``run_step()`` once per iteration, with hooks around it. A subclass defines ``run_step``.
+    """The loop: ``run_step()`` once per iteration, with hooks around it.
 
-    The position of a run is one number: the updates that are done. After an update come the hooks above the save point,
-    then the save point, where the requested checkpoints are written, then the boundary: the hooks below the save point
-    (evaluation, best checkpoint, early stopping, writers), and the end of an epoch. A resumed run starts with the
-    boundary of its last update. A hook that has returned there is not called again, also not after a resume.
+    A subclass defines ``run_step``.
+
+    The position of a run is one number: the updates that are done. After an update come the hooks
+    above the save point, then the save point, where the requested checkpoints are written, then the
+    boundary: the hooks below the save point (evaluation, best checkpoint, early stopping, writers),
+    and the end of an epoch. A resumed run starts with the boundary of its last update. A hook that
+    has returned there is not called again, also not after a resume.
+
+    A loop of the user's own may call the points itself (``before_train``, ``before_step``,
+    ``run_step``, ``after_step``, ``after_train``), as in code for detectron2. Then ``after_step``
+    completes the iteration.
 
     Attributes:
-        done: the number of updates that are done; ``train(trainer.next_iter, max_iter)`` goes on from there.
-        iter: the current iteration, from 0; in ``after_step`` the one just done; after a finished run ``max_iter``.
+        done: the number of updates that are done; ``train(trainer.next_iter, max_iter)`` goes on
+            from there.
+        iter: the current iteration, from 0; in ``after_step`` the one just done; after a finished
+            run ``max_iter``.
         start_iter, max_iter: this ``train()`` runs iterations ``start_iter`` to ``max_iter - 1``.
         boundary_done: the number of updates whose boundary is over; ``done``, or one less.
         storage: the `EventStorage` that is open during ``train()``.
         status: "not started", "running", "finished", "stopped" (by ``request_stop``) or "failed".
         failure: the error with which the run has failed, or None.
-        history_length: the number of values that the storage keeps of each scalar, set before training.
-        stop_check_period: if one rank is asked to stop, all ranks stop within this number of iterations.
-        own_keys: the entries of the state that each rank has for itself; the storage is that of rank 0 after a resume.
+        history_length: the number of values that the storage keeps of each scalar, set before
+            training.
+        stop_check_period: if one rank is asked to stop, all ranks stop within this number of
+            iterations.
+        own_keys: the entries of the state that each rank has for itself; the storage is that of
+            rank 0 after a resume.
         rank_keys: the ``own_keys`` that a save gathers from all ranks; empty if not all ranks save.
-        unsaved: names of attributes that checkpoints do not hold, such as ``("teacher",)``. They hold every other
-            optimizer, schedule, gradient scaler and module that is a public attribute, or in a list, tuple or dict
-            that is one.
+        unsaved: names of attributes that checkpoints do not hold, such as ``("teacher",)``. They
+            hold every other optimizer, schedule, gradient scaler and module that is a public
+            attribute, or in a list, tuple or dict that is one.
     """
 
     history_length = 10_000
@@ -97,7 +112,7 @@ class TrainerBase:
         self._stops = StopRequests()
         self._early: EarlyEnd | None = None
         self._saves: dict[str, Callable[[], object]] = {}  # requested checkpoints by name
-        # the calls of a boundary that was interrupted which have returned
+        # names of the calls that have returned in the boundary that is not over yet
         self._passed: set[str] = set()
         self._is_in_train = False  # False: a loop of the user's own calls the points
         self._inside: Literal["", "step", "boundary"] = ""
@@ -107,7 +122,8 @@ class TrainerBase:
         self._rng_state: dict[str, Any] | None = None
         self._ranks_agree = True  # whether all ranks have the same hooks
         self._has_warned_of_save = False
-        self._has_checked_state = True  # False: it is checked at the save point
+        # False: the next save point asks whether a checkpoint can be written
+        self._has_checked_writable = True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({say_done(self.done, self.max_iter or None)}, {self.status})"
@@ -115,13 +131,15 @@ class TrainerBase:
     # ------------------------------------------------------------------ the loop
 
     def train(self, start_iter: int, max_iter: int) -> None:
-        """Run the iterations ``start_iter`` (included) to ``max_iter`` (excluded); can be called again.
+        """Run the iterations ``start_iter`` (included) to ``max_iter`` (excluded).
 
+        It can be called again.
         SIGTERM, SIGHUP, SIGINT and, in a SLURM job, SIGUSR1 stop the run as ``request_stop`` does.
 
         Raises:
             ValueError: ``start_iter`` is negative or larger than ``max_iter``.
-            SystemExit: after a run that was stopped by another signal than SIGINT; the code is 128 plus its number.
+            SystemExit: after a run that was stopped by another signal than SIGINT; the code is 128
+                plus its number.
             KeyboardInterrupt: after a run that was stopped by SIGINT.
         """
         self._start(start_iter, max_iter)
@@ -167,16 +185,22 @@ class TrainerBase:
         raise NotImplementedError(f"{type(self).__name__} must define run_step()")
 
     def _save_point(self) -> None:
-        """Write the checkpoints that hooks asked for. Below it nobody can read the batch and the losses."""
-        self._step.end_step()
+        """Write the checkpoints that hooks asked for.
+
+        After it nobody can read the batch and the losses of the iteration.
+        """
+        self._inner.end_step()
         self._inside = ""
-        if not self._has_checked_state:
-            self._check_state()
+        if not self._has_checked_writable:
+            self._check_writable()
         if self._saves:
             self._write_saves()
 
     def _boundary(self) -> None:
-        """After an update, or before the first one of a resumed run: the hooks below the save point, once each."""
+        """Call the hooks below the save point, once each.
+
+        After an update, or before the first one of a resumed run.
+        """
         if self.boundary_done == self.done:
             return
         self._inside = "boundary"
@@ -199,7 +223,7 @@ class TrainerBase:
                 self._passed.add(name)
 
     def _should_end(self) -> bool:
-        """Every rank asks after each step, also after the last one, so that they agree on a stop."""
+        """Every rank asks after each step, the last one too, so that they agree on a stop."""
         if self._early is not None:
             return True
         is_stopped = self._stops.agreed(self.done) is not None
@@ -215,15 +239,17 @@ class TrainerBase:
             except OSError as error:  # a full disk, or a CheckpointError
                 logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
 
-    def _check_state(self) -> None:
-        """After the first iteration of a run: can a checkpoint hold the state of this rank? Nothing is written.
+    def _check_writable(self) -> None:
+        """Can a checkpoint hold the state of this rank? Asked after the first iteration of a run.
 
-        Nothing is exchanged either, since DDP may still have to raise an error, see `comm.create_side_groups`.
+        Nothing is written.
+        Nothing is exchanged either, since DDP may still have to raise an error, see
+        `comm.create_side_groups`.
 
         Raises:
             TypeError: it cannot.
         """
-        self._has_checked_state = True
+        self._has_checked_writable = True
         for checkpointer in checkpointers_of(self):
             if isinstance(checkpointer, Checkpointer):
                 error = checkpointer.describe_unwritable()
@@ -233,12 +259,14 @@ class TrainerBase:
     # ------------------------------------------------------------------ requests
 
     def request_save(self, name: str, save: Callable[[], object] | None = None) -> None:
-        """Write a checkpoint at the save point, or at the end of the boundary if the save point has passed.
+        """Ask for a checkpoint; every rank calls it.
 
-        Every rank calls it. Outside of iterations the checkpoint is written at once.
+        It is written at the save point; if that has passed, at the end of the boundary; outside of
+        iterations, at once.
 
         Args:
-            name: the name of the file, without suffix; if two hooks give the same name, it is written once.
+            name: the name of the file, without suffix; if two hooks give the same name, it is
+                written once.
             save: writes the file; default is ``self.checkpointer.save``.
 
         Raises:
@@ -247,17 +275,19 @@ class TrainerBase:
         checkpointer: Any = getattr(self, "checkpointer", None)
         if save is None and checkpointer is None:
             raise ValueError(
-                f"{type(self).__name__} has no checkpointer; give request_save() a function that saves"
+                f"{type(self).__name__} has no checkpointer; give request_save() a function that "
+                "saves"
             )
         self._saves[name] = save or (lambda: checkpointer.save(name, iteration=self.done - 1))
         if not self._inside:
             self._write_saves()
 
     def request_stop(self, reason: str, *, finished: bool = False) -> None:
-        """End the run after an iteration, as "stopped", or as "finished" if it has reached its goal.
+        """End the run after an iteration.
 
-        Any rank can stop a run. It ends at most ``stop_check_period`` iterations later; with one rank, at once. With
-        ``finished`` every rank must call this in the same iteration.
+        Its status is then "stopped", or "finished" if it has reached its goal.
+        Any rank can stop a run. It ends at most ``stop_check_period`` iterations later; with one
+        rank, at once. With ``finished`` every rank must call this in the same iteration.
         """
         if not finished:
             self._stops.request(reason)
@@ -266,21 +296,32 @@ class TrainerBase:
             self._early = EarlyEnd(reason, self.max_iter, settings)
 
     def is_stopping(self) -> bool:
-        """Whether this rank was asked to stop and may abandon an evaluation now: no update would be lost."""
+        """Whether this rank was asked to stop and may abandon an evaluation now.
+
+        Then no update is lost.
+        """
         return self._stops.pending and self._inside != "step"
 
     def check_finite(self) -> None:
-        """Call before saving or evaluating, on every rank; waits for the device and for the metrics worker.
+        """Call before saving or evaluating, on every rank.
+
+        Waits for the device and for the metrics worker.
 
         Raises:
-            FloatingPointError: on some rank the model, or the loss of an earlier step, is not finite.
+            FloatingPointError: on some rank the model, or the loss of an earlier step, is not
+                finite.
         """
         self.storage.flush()
-        self._step.iter = self.iter  # a subclass with its own `run_step` may not have set it
-        raise_failure(self.gather(self._step.find_failure(self._ranks_agree)))
+        # a subclass with its own `run_step` may not have set it
+        self._inner.iter = self.iter
+        self._inner.before_check(self._ranks_agree)
+        raise_failure(self.gather(self._inner.find_failure()))
 
     def gather(self, value: _T) -> list[_T]:
-        """The ``value`` of every rank; only this rank's if ranks have different hooks, since not all may call it."""
+        """The ``value`` of every rank.
+
+        Only this rank's if ranks have different hooks, since then not all may call it.
+        """
         return comm.all_gather(value) if self._ranks_agree else [value]
 
     # ------------------------------------------------------------------ start and end
@@ -294,26 +335,17 @@ class TrainerBase:
                 )
         if not 0 <= start_iter <= max_iter:
             raise ValueError(
-                f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and max_iter={max_iter}"
+                f"need 0 <= start_iter <= max_iter, got start_iter={start_iter} and "
+                f"max_iter={max_iter}"
             )
-        if start_iter != self.done:
-            self._move_to(start_iter)
-        if self.status == "finished" or not self._stays_finished(max_iter):
-            self._early = None
-        self.iter = self.start_iter = self.storage.iter = start_iter
-        self.max_iter = max_iter
+        self._set_position(start_iter, max_iter)
         comm.create_side_groups()
         self._ranks_agree = self._hook_list.check(has_epochs=self.has_epochs)
         self.rank_keys = self.own_keys if self._ranks_agree else ()
         self._find_epoch(self.boundary_done)
-        self.status = "running"
-        self.failure = None
-        self._inside = ""
-        self._saves = {}
-        self._has_checked_state = False
-        self._stops.reset(self.stop_check_period)
-        self._step.iter = start_iter  # a loader may be told its epoch before the first step
-        self._step.start_run()
+        self._forget_last_run()
+        self._inner.iter = start_iter  # a loader may be told its epoch before the first step
+        self._inner.start_run()
         for attributes in self._attributes_of_all():
             attributes.check_start()
         if not logger.hasHandlers():  # nobody has configured logging
@@ -321,13 +353,29 @@ class TrainerBase:
         logger.info("Training from iteration %d to %d", start_iter, max_iter)
         self._warn_of_inexact()
 
+    def _set_position(self, start_iter: int, max_iter: int) -> None:
+        if start_iter != self.done:
+            self._move_to(start_iter)
+        if self.status == "finished" or not self._stays_finished(max_iter):
+            self._early = None
+        self.iter = self.start_iter = self.storage.iter = start_iter
+        self.max_iter = max_iter
+
+    def _forget_last_run(self) -> None:
+        self.status = "running"
+        self.failure = None
+        self._inside = ""
+        self._saves = {}
+        self._has_checked_writable = False
+        self._stops.reset(self.stop_check_period)
+
     def _move_to(self, start_iter: int) -> None:
-        """Start at an iteration at which the run does not stand, with empty metrics."""
+        """Start at another iteration than the next one of this run, with empty metrics."""
         if self.done > 0:
             what = "trains iterations again" if start_iter < self.done else "skips iterations"
             logger.warning(
-                "This run stands at iteration %d, so train(%d, ...) %s, and its metrics start anew. To go on, call "
-                "train(trainer.next_iter, max_iter)",
+                "This run stands at iteration %d, so train(%d, ...) %s, and its metrics start "
+                "anew. To go on, call train(trainer.next_iter, max_iter)",
                 self.done,
                 start_iter,
                 what,
@@ -348,7 +396,7 @@ class TrainerBase:
 
     def _restore_rng(self) -> None:
         if self._rng_state is not None:
-            self._step.make_iterators()
+            self._inner.make_iterators()
             set_rng_state(self._rng_state)  # last: everything before may draw random numbers
             self._rng_state = None
 
@@ -379,7 +427,7 @@ class TrainerBase:
     def _fail(self, error: BaseException) -> None:
         self.status = "failed"
         self.failure = error
-        what = f"Training failed in iteration {self.iter}"
+        what = f"Training failed in iteration {self.iter} of 0 to {self.max_iter - 1}"
         # the error is raised again, so its traceback is for the log file only
         logger.error("%s: %s: %s", what, type(error).__name__, error)
         logger.debug("%s", what, exc_info=error)
@@ -396,14 +444,15 @@ class TrainerBase:
 
     @staticmethod
     def _log_failure(what: str, error: BaseException) -> None:
-        # not Ctrl-C either
-        traced = isinstance(error, Exception)
-        traced = traced and not isinstance(error, ConfigError | CheckpointError)
-        logger.error(
-            "%s: %s: %s", what, type(error).__name__, error, exc_info=error if traced else None
+        # the message of these says all; Ctrl-C is no Exception
+        needs_traceback = isinstance(error, Exception) and not isinstance(
+            error, ConfigError | CheckpointError
         )
+        exc_info = error if needs_traceback else None
+        logger.error("%s: %s: %s", what, type(error).__name__, error, exc_info=exc_info)
 
-    # ------------------------------------------------------------------ points, which a user's own loop calls itself
+    # ------------------------------------------------------------------ points
+    # A loop of the user's own calls them itself; then `_is_in_train` is False.
 
     def before_train(self) -> None:
         if self.status != "running":
@@ -411,7 +460,8 @@ class TrainerBase:
             self._start(self.start_iter, self.max_iter)
             self.storage = storage
             logger.info(
-                "This loop calls the hooks itself: a run that is resumed from its checkpoints is not exact"
+                "This loop calls the hooks itself: a run that is resumed from its checkpoints is "
+                "not exact"
             )
         for attributes in self._attributes_of_all():
             attributes.hand_out()
@@ -440,7 +490,10 @@ class TrainerBase:
             self._boundary()
 
     def after_train(self) -> None:
-        """Call ``after_train`` of every hook, even if one of them fails; then raise the first failure."""
+        """Call ``after_train`` of every hook, even if one of them fails.
+
+        Then raise the first failure.
+        """
         if self.status == "running":  # in a user's own loop
             self._end_own_loop()
         self.storage.iter = self.iter
@@ -504,8 +557,9 @@ class TrainerBase:
         if self._inside and not self._has_warned_of_save:
             self._has_warned_of_save = True
             logger.warning(
-                "A hook saves a checkpoint itself, in iteration %d; a run resumed from it is not exact. Call "
-                "trainer.request_save(name), so that the trainer saves at the save point",
+                "A hook saves a checkpoint itself, in iteration %d; a run resumed from it is not "
+                "exact. Call trainer.request_save(name), so that the trainer saves at the save "
+                "point",
                 self.iter,
             )
         for hook in self._hook_list.at["before_save"]:
@@ -525,17 +579,21 @@ class TrainerBase:
         before: Anchor | None = None,
         after: Anchor | None = None,
     ) -> None:
-        """Add hooks after those with the same or a lower ``priority`` number; None entries are skipped.
+        """Add hooks after those with the same or a lower ``priority`` number.
+
+        Entries that are None are skipped.
 
         Args:
-            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own. With a number above
-                `SAVE_POINT` hooks run below the save point.
-            before, after: a registered hook, its class, or the name of its class: the new hooks are placed next to it.
+            priority: 0 (first) to 100 (last), or a name of `Priority`; default is each hook's own.
+                With a number above `SAVE_POINT` hooks run below the save point.
+            before, after: a registered hook, its class, or the name of its class: the new hooks are
+                placed next to it.
 
         Raises:
-            TypeError: an entry is not a `HookBase` object, or a method of it does not take the arguments of its point.
-            ValueError: a hook is already registered; the priority is out of range; more than one of priority, before
-                and after is given; the anchor is absent or matches several hooks.
+            TypeError: an entry is not a `HookBase` object, or a method of it does not take the
+                arguments of its point.
+            ValueError: a hook is already registered; the priority is out of range; more than one of
+                priority, before and after is given; the anchor is absent or matches several hooks.
         """
         self._hook_list.add(hooks, priority, before, after)
 
@@ -555,14 +613,18 @@ class TrainerBase:
         self._hook_list.update()
 
     def describe_hooks(self) -> str:
-        """The hooks of each point in their order: one line per point, and one for the save point."""
+        """The hooks of each point in their order.
+
+        One line per point, and one for the save point.
+        """
         self._hook_list.update()
         return self._hook_list.describe()
 
     def next_iter_of(self, hook: HookBase) -> int:
         """In ``before_train``: the next iteration in which this hook's ``after_step`` is called.
 
-        It is ``start_iter``, or the one before for a hook below the save point whose call is still to come.
+        It is ``start_iter``, or the one before for a hook below the save point whose call is still
+        to come.
         """
         is_over = self.boundary_done == self.done
         if is_over or not self._hook_list.is_below(hook):
@@ -576,16 +638,16 @@ class TrainerBase:
 
     @property
     def next_iter(self) -> int:
-        """The iteration with which ``train()`` goes on: 0 at first, then that after the last update that is done."""
+        """The iteration with which ``train()`` goes on: at first 0."""
         return self.done
 
     @property
     def ends_early(self) -> bool:
-        """Whether this run has reached its goal before ``max_iter``, so that no iteration follows."""
+        """Whether this run has reached its goal before ``max_iter``: no iteration follows."""
         return self._early is not None
 
     def _stays_finished(self, max_iter: int) -> bool:
-        """Whether a run that has finished early has nothing to do, though it has not reached ``max_iter``."""
+        """Whether a run that has finished early has nothing to do up to ``max_iter``."""
         return (
             self._early is not None
             and max_iter <= self._early.max_iter
@@ -593,7 +655,7 @@ class TrainerBase:
         )
 
     def storage_in_use(self) -> EventStorage:
-        """``storage``; in a loop of the user's own that has opened another one in its place, that one."""
+        """``storage``; or the one that a loop of the user's own has opened in its place."""
         opened = storage_of_thread()
         if self.storage.is_open or opened is None:
             return self.storage
@@ -606,14 +668,15 @@ class TrainerBase:
         A subclass that knows its data overrides this. Raises ValueError if there are no epochs.
         """
         raise ValueError(
-            f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use iterations"
+            f"{type(self).__name__} does not define iters_per_epoch, so it has no epochs; use "
+            "iterations"
         )
 
     @property
     def epoch_length(self) -> int | Fraction:
-        """Iterations per pass over the training data, not rounded; n epochs are ``round(n * epoch_length)`` iterations.
+        """Iterations per pass over the training data, not rounded.
 
-        Raises as `iters_per_epoch`.
+        n epochs are ``round(n * epoch_length)`` iterations. Raises as `iters_per_epoch`.
         """
         return self.iters_per_epoch
 
@@ -630,7 +693,10 @@ class TrainerBase:
         return periods_done(self.iter, self.epoch_length)
 
     def _find_epoch(self, done: int) -> None:
-        """Find where the epoch after ``done`` updates ends, and whether it starts with the next iteration."""
+        """Find the end of the epoch after ``done`` updates.
+
+        Also whether this epoch starts with the next iteration.
+        """
         self._epoch_start = self._epoch_end = -1
         if not self.has_epochs:
             return
@@ -640,15 +706,16 @@ class TrainerBase:
         if done == round(number * length):
             self._epoch_start = done
 
-    # ------------------------------------------------------------------ of the trainer that makes the steps
+    # ------------------------------------------------------------------ the trainer of the steps
+    # The loop calls these methods of `_inner`. A trainer with a model and data overrides them.
 
     @property
-    def _step(self) -> "TrainerBase":
-        """The trainer that makes the steps of this one."""
+    def _inner(self) -> "TrainerBase":
+        """The trainer that makes the steps: this one, or that inside a `DefaultTrainer`."""
         return self
 
     def share_run(self, owner: "TrainerBase") -> None:
-        """Make the steps of ``owner``, whose hooks are called."""
+        """Become the `_inner` of ``owner``, whose hooks are then called."""
         self._hook_list = owner._hook_list
         if type(owner).after_backward is not TrainerBase.after_backward:
             outer = weakref.proxy(owner)
@@ -656,31 +723,43 @@ class TrainerBase:
 
     def acts_after_backward(self) -> bool:
         """Whether a hook or a subclass does anything in ``after_backward``."""
-        own = getattr(self.after_backward, "__func__", None) is not TrainerBase.after_backward
-        return own or bool(self._hook_list.at["after_backward"])
+        # `share_run` sets a function, which has no __func__
+        function = getattr(self.after_backward, "__func__", None)
+        is_overridden = function is not TrainerBase.after_backward
+        return is_overridden or bool(self._hook_list.at["after_backward"])
 
     def start_run(self) -> None:
         """Forget the steps of an earlier run; called when a run starts."""
 
     def make_iterators(self) -> None:
-        """Create the data iterators. Called before random state is restored, since a loader may draw random numbers."""
+        """Create the data iterators.
+
+        Called before random state is restored, since a loader may draw random numbers.
+        """
 
     def end_step(self) -> None:
         """Release what only hooks above the save point may read."""
 
-    def find_failure(self, everywhere: bool = True) -> str | None:
-        """What is not finite on this rank, or None. With ``everywhere`` every rank calls it, and they may exchange."""
+    def before_check(self, ranks_agree: bool) -> None:
+        """Called before each `check_finite`.
+
+        Args:
+            ranks_agree: whether every rank calls it, so that they may exchange.
+        """
+
+    def find_failure(self) -> str | None:
+        """What is not finite in the model on this rank, or None."""
 
     # ------------------------------------------------------------------ state
 
     def _attributes_of_all(self) -> list[Attributes]:
         """Those of this trainer, and of the one that makes its steps."""
-        if self._step is self:
+        if self._inner is self:
             return [self._attributes]
-        return [self._attributes, self._step._attributes]
+        return [self._attributes, self._inner._attributes]
 
     def describe_inexact(self) -> list[str]:
-        """The reasons why a resumed run of this trainer may differ; empty if it continues bit for bit."""
+        """The reasons why a resumed run may differ; empty if it continues bit for bit."""
         reasons = []
         if other_threads_have_storages():
             reasons.append(
@@ -698,7 +777,10 @@ class TrainerBase:
         return ()
 
     def parameter_names(self) -> dict[str, Tensor]:
-        """name -> parameter, of all modules of this trainer, so that states of optimizers find their parameters."""
+        """name -> parameter, of all modules of this trainer.
+
+        The states of optimizers find their parameters by these names.
+        """
         modules = {}
         for name, value in stateful_attributes(self).items():
             if isinstance(value, nn.Module):
@@ -706,7 +788,7 @@ class TrainerBase:
         return names_in(modules)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the states of hooks (by unique names), attributes, storage and random generators.
+        """The position, and the states of hooks, attributes, storage and random generators.
 
         ``iteration`` is the last one whose update is done.
         """
@@ -730,11 +812,17 @@ class TrainerBase:
         }
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Called before anything is loaded. Raises CheckpointError if a state does not fit; nothing is changed."""
+        """Called before anything is loaded; nothing is changed.
+
+        Raises CheckpointError if a state does not fit.
+        """
         self._attributes.check(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state with the next ``train()``; files of detectron2 have only some of the entries."""
+        """Continue from the state with the next ``train()``.
+
+        Files of detectron2 have only some of the entries.
+        """
         self._hook_list.load_state_dict(state_dict.get("hooks", {}))
         self._attributes.load_state_dict(state_dict)
         if self.status == "running":  # a hook has restored the model; the run keeps its position

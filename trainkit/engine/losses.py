@@ -1,25 +1,21 @@
-"""The losses that a model returns, and values that are not finite."""
+"""The losses that a model returns."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.nn.utils import get_total_norm
+from torch import Tensor
 
 from trainkit.utils.errors import add_line
 
-_SMALL = (
-    1024  # tensors of at most so many values are checked together, since each call has its price
-)
-
 
 class Losses(dict[str, Tensor]):
-    """A model's losses by name, each of shape ``[]``, as the model has returned them, and its further outputs.
+    """A model's losses by name, each of shape ``[]``, as the model has returned them.
 
     Attributes:
-        trained: the names of the losses that are minimized; ``total`` is their sum.
+        trained: the names of the losses that are minimized.
+        total: the sum of these.
+        outputs: the further outputs of the model.
     """
 
     __slots__ = ("outputs", "total", "trained")
@@ -48,7 +44,10 @@ class Losses(dict[str, Tensor]):
 
     @property
     def single_name(self) -> str:
-        """The name of a loss that is alone, and so is the total; "" if there are several, or if it has no name."""
+        """The name of the only loss, which is the total.
+
+        "" if there are several losses, or if it has no name of its own.
+        """
         if len(self) > 1 or "total_loss" in self:
             return ""
         [name] = self
@@ -56,13 +55,17 @@ class Losses(dict[str, Tensor]):
 
     @property
     def scalars(self) -> dict[str, Tensor]:
-        """The values to store, without their graph: the total, and each loss if there are several."""
+        """The values to store, without their graph.
+
+        They are the total, and each loss if there are several.
+        """
         scalars = {"total_loss": self.total}
         if len(self) > 1:
             scalars.update(self)
         for name, value in scalars.items():
-            # without a graph it may be a buffer, which the next step changes
-            scalars[name] = value.detach() if value.grad_fn is not None else value.detach().clone()
+            scalars[name] = value.detach()
+            if value.grad_fn is None:  # it may be a buffer, which the next step changes
+                scalars[name] = scalars[name].clone()
         return scalars
 
     def read(self) -> dict[str, float]:
@@ -78,7 +81,9 @@ class Losses(dict[str, Tensor]):
 
 
 def as_losses(loss_dict: Mapping[str, Tensor | float]) -> Losses:
-    """Losses that somebody has put into a dict; those that require grad are trained, or all if none does.
+    """Losses that somebody has put into a dict.
+
+    Those that require grad are trained, or all if none does.
 
     Raises:
         ValueError: there is no entry, or one is not one number.
@@ -102,9 +107,10 @@ def explain_first_call(batch: Any, error: Exception) -> None:
     """Add to the error of the first forward pass what a model gets and returns."""
     add_line(
         error,
-        f"The model was called as model(batch); batch is {describe_batch(batch)}. A model takes a whole batch, and "
-        "returns its loss, or a dict of losses. losses_from(model, loss_fn) adapts a network that takes inputs, and "
-        "losses_from(model) one that takes the entries of a dict by name and returns an object with a loss",
+        f"The model was called as model(batch); batch is {describe_batch(batch)}. A model takes a "
+        "whole batch, and returns its loss, or a dict of losses. losses_from(model, loss_fn) "
+        "adapts a network that takes inputs, and losses_from(model) one that takes the entries of "
+        "a dict by name and returns an object with a loss",
     )
 
 
@@ -128,33 +134,29 @@ def _kind_of(value: Any) -> str:
 def parse_losses(returned: object) -> Losses:
     """Read the result of a model in training: a scalar tensor, or a dict of scalar tensors by name.
 
-    Entries that require grad are trained; others are only logged. The entry ``outputs`` may be anything.
+    Entries that require grad are trained; others are only logged. The entry ``outputs`` may be
+    anything.
 
     Raises:
         TypeError: ``returned`` or an entry is something else.
-        ValueError: an entry is not a scalar, no entry requires grad, or an entry is called ``total_loss``.
+        ValueError: an entry is not a scalar, no entry requires grad, or an entry is called
+            ``total_loss``.
     """
-    if isinstance(returned, Tensor):
-        values = {"total_loss": returned}
-    elif not isinstance(returned, dict | Mapping):
-        raise TypeError(
-            f"the model returned {type(returned).__name__}; accepted: a loss, or a dict of losses by name"
-        )
-    elif "total_loss" in (values := dict(returned)):
-        raise ValueError(
-            "the model returned an entry total_loss, which is the name of the sum; give it another name"
-        )
-    outputs, trained = values.pop("outputs", None), []
+    values = _entries_of(returned)
+    outputs = values.pop("outputs", None)
+    trained = []
     for name, value in values.items():
         if not isinstance(value, Tensor) or type(name) is not str:
             raise TypeError(
-                f"the model returned {name!r}: {value!r}; accepted: names as text, with scalar tensors"
+                f"the model returned {name!r}: {value!r}; accepted: names as text, with scalar "
+                "tensors"
             )
         if value.ndim > 0:
             if value.numel() != 1:
                 shape = list(value.shape)
                 raise ValueError(
-                    f"the model's loss {name!r} has the shape {shape}; accepted: a scalar, see losses_from"
+                    f"the model's loss {name!r} has the shape {shape}; accepted: a scalar, see "
+                    "losses_from"
                 )
             # only if needed, since it adds a step to the backward pass
             values[name] = value.reshape(())
@@ -167,75 +169,37 @@ def parse_losses(returned: object) -> Losses:
     return Losses(values, trained, outputs)
 
 
+def _entries_of(returned: object) -> dict[str, Any]:
+    """The entries of a dict that a model has returned; a tensor is the entry ``total_loss``."""
+    if isinstance(returned, Tensor):
+        return {"total_loss": returned}
+    if not isinstance(returned, Mapping):
+        raise TypeError(
+            f"the model returned {type(returned).__name__}; accepted: a loss, or a dict of losses "
+            "by name"
+        )
+    if "total_loss" in returned:
+        raise ValueError(
+            "the model returned an entry total_loss, which is the name of the sum; give it another "
+            "name"
+        )
+    return dict(returned)
+
+
 def mean_losses(losses: Sequence[Losses]) -> Losses:
     """The mean of each entry over micro-batches, and the list of their outputs.
 
-    If a micro-batch does not have an entry, a loss counts as 0, as in the minimized sum; a value that is only logged is
-    averaged over the other micro-batches.
+    If a micro-batch does not have an entry, a loss counts as 0, as in the minimized sum; a value
+    that is only logged is averaged over the other micro-batches.
     """
-    trained = list(dict.fromkeys(name for part in losses for name in part.trained))
+    values: dict[str, list[Tensor]] = {}
+    trained: dict[str, None] = {}  # names in their order, each once
+    for part in losses:
+        trained.update(dict.fromkeys(part.trained))
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
     means = {}
-    for name in dict.fromkeys(name for part in losses for name in part):
-        values = torch.stack([part[name] for part in losses if name in part])
-        means[name] = values.sum() / (len(losses) if name in trained else len(values))
-    return Losses(means, trained, [part.outputs for part in losses])
-
-
-# ---------------------------------------------------------------------- values that are not finite
-
-
-@torch.no_grad()
-def non_finite_names(model: nn.Module, except_for: Collection[str] = ()) -> list[str]:
-    """Names of parameters and buffers with a value that is not finite on this rank; waits for the device.
-
-    Sparse and nested tensors are not looked at.
-    """
-    values = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in except_for and _can_be_checked(tensor):
-            own_part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            # float8 has no operations
-            values[name] = own_part.float() if own_part.itemsize == 1 else own_part
-    if are_certainly_finite(list(values.values())):
-        return []
-    return [name for name, tensor in values.items() if not tensor.isfinite().all()]
-
-
-def _can_be_checked(tensor: Tensor) -> bool:
-    if is_lazy(tensor) or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
-        return False
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def are_certainly_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all values are finite; fast. False also if their norm is too large for their type."""
-    large: list[Tensor] = []
-    small: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() > _SMALL:
-            large.append(tensor)
-        else:
-            small.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(tensor)
-    stacked = [torch.stack(group) for group in small.values()]
-    return bool(get_total_norm(large + stacked).isfinite())
-
-
-def describe_failure(what: str, iter: int, values: Mapping[str, Any], more: str = "") -> str:
-    numbers = {name: float(value) for name, value in values.items() if not name.startswith("[")}
-    return (
-        f"the {what} not finite in iteration {iter}: {numbers}{more}. Lower the learning rate, clip gradients, or look "
-        "at the batch of this iteration"
-    )
-
-
-def raise_failure(by_rank: Sequence[str | None]) -> None:
-    """Raise the first failure, if there is one; every rank passes the same list.
-
-    Raises:
-        FloatingPointError: a rank has a failure; with several ranks the message names it.
-    """
-    for rank, failure in enumerate(by_rank):
-        if failure is not None:
-            raise FloatingPointError(
-                failure if len(by_rank) == 1 else f"{failure} (on rank {rank})"
-            )
+    for name, found in values.items():
+        number = len(losses) if name in trained else len(found)
+        means[name] = torch.stack(found).sum() / number
+    return Losses(means, list(trained), [part.outputs for part in losses])

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.engine.losses import Losses, as_losses, describe_failure, raise_failure
+from trainkit.engine.finite import describe_failure, raise_failure
+from trainkit.engine.losses import Losses, as_losses
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import new_event, runs_ahead, wait_for
@@ -87,8 +88,8 @@ class MetricPath:
     iterations in one block, in the same iterations on every rank.
 
     Args:
-        trainer: a weak reference; its ``look(storage, iter, values)`` describes the values that are
-            not finite, or returns None. It is called in the order of the iterations.
+        trainer: a weak reference; its ``judge_numbers(storage, iter, values)`` describes the values
+            that are not finite, or returns None. It is called in the order of the iterations.
         gather_period: in iterations; the losses of every so many are stored.
         asynchronous: a worker of the storage does the work.
     """
@@ -105,7 +106,8 @@ class MetricPath:
     def reset(self) -> None:
         """Forget the rows of a run that failed; call it when a run starts."""
         self._rows: list[Row] = []  # their values are tensors
-        self._recent: deque[Any] = deque()  # events of the newest steps on a device that runs ahead
+        # events of the newest steps on a device that runs ahead
+        self._recent: deque[Any] = deque()
         # whether there are no other ranks; None before the first step
         self._is_alone: bool | None = None
         # whether the numbers can be read at once, and are those of all ranks
@@ -140,7 +142,7 @@ class MetricPath:
             values = losses.read()
             for name, value in extra.items():
                 values[name] = value.item()
-            failure = self._trainer.look(storage, iter, values)
+            failure = self._trainer.judge_numbers(storage, iter, values)
             if failure is not None:
                 raise_failure([failure])
             if is_stored:
@@ -153,19 +155,20 @@ class MetricPath:
             self._keep(row, storage, losses.total.device)
 
     def _keep(self, row: Row, storage: EventStorage, device: torch.device) -> None:
+        """Let a row wait, and store all that wait if it is time for that."""
         self._rows.append(row)
         if runs_ahead(device):
             self._recent.append(new_event(device))
             if len(self._recent) > _MOST_AHEAD:
                 wait_for(self._recent.popleft())
         if self._is_alone:
-            storage.before_read = self._pass_on
+            storage.before_read = self._store_waiting
             most_waiting = _HAND_OVER_ITERS if self._asynchronous else 2 * _HAND_OVER_ITERS
             is_due = len(self._rows) >= most_waiting
         else:
             is_due = self._is_exchange_due(row.iter + 1)
         if is_due:
-            self._pass_on(storage)
+            self._store_waiting(storage)
 
     def _is_exchange_due(self, done: int) -> bool:
         """Whether the ranks exchange their rows after ``done`` iterations; equal on all ranks."""
@@ -183,11 +186,11 @@ class MetricPath:
         Raises:
             FloatingPointError: on every rank, if an iteration was not finite on one of them.
         """
-        self._pass_on(storage)
+        self._store_waiting(storage)
         storage.flush()
 
-    def _pass_on(self, storage: EventStorage) -> None:
-        """Exchange and store the rows: now, or in the worker, without waiting."""
+    def _store_waiting(self, storage: EventStorage) -> None:
+        """Exchange and store the rows that wait here: now, or in the worker, without waiting."""
         if not self._rows:
             return
         rows = self._rows
@@ -216,13 +219,13 @@ class MetricPath:
         failure = None
         for row in rows:
             values = {name: next(number) for name in row.values}
-            text = self._trainer.look(storage, row.iter, values)
+            text = self._trainer.judge_numbers(storage, row.iter, values)
             if text is not None and failure is None:
                 failure = (row.iter, text)
             if row.is_stored:
                 stored.append(row._replace(values=values))
-        most = math.ceil(iterations_of(self.exchange_period))
-        means, failures = exchange_rows(stored, most, failure)
+        max_rows = math.ceil(iterations_of(self.exchange_period))
+        means, failures = exchange_rows(stored, max_rows, failure)
         self._has_failed = any(failures)
         for row, mean in zip(stored, means, strict=True):
             if not self._has_failed or all(map(math.isfinite, mean.values.values())):
@@ -290,7 +293,7 @@ def write_metrics(
 
 def exchange_rows(
     rows: Sequence[Row],
-    most: int,
+    max_rows: int,
     failure: tuple[int, str] | None = None,
     *,
     purpose: str = "metrics",
@@ -303,7 +306,7 @@ def exchange_rows(
 
     Args:
         failure: the iteration and the text.
-        most: the largest possible number of rows, the same on every rank.
+        max_rows: the largest possible number of rows, the same on every rank.
         purpose: names the process group, see `comm.side_group`; calls in two threads need two
             purposes.
     """
@@ -312,7 +315,7 @@ def exchange_rows(
         return rows, [failure]
     fits = all(len(row.values) <= _MOST_VALUES for row in rows)
     # the size is equal on all ranks; else Gloo silently mixes up data
-    block = np.zeros((1 + most, 1 + _MOST_VALUES))
+    block = np.zeros((1 + max_rows, 1 + _MOST_VALUES))
     header = block[0]
     header[0] = len(rows)
     header[1] = _checksum_of_names(rows)

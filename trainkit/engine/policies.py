@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.engine.losses import Losses, describe_failure
+from trainkit.engine.finite import describe_failure
+from trainkit.engine.losses import Losses
 from trainkit.utils.events.storage import EventStorage
 from trainkit.utils.periods import check_period
 
@@ -20,8 +21,8 @@ class NonFinitePolicy:
     Updates that are left out are no failures: they are counted, and too many in a row end the run.
 
     Args:
-        max_in_row: this number of updates in a row that are left out ends the run. After 25 of them a gradient scale of
-            2**16 has fallen to 2**-9.
+        max_in_row: this number of updates in a row that are left out ends the run. After 25 of them
+            a gradient scale of 2**16 has fallen to 2**-9.
 
     Attributes:
         name: in a config.
@@ -35,10 +36,14 @@ class NonFinitePolicy:
         self.skipped_updates = 0
         self._skipped_in_row = 0
 
-    # ------------------------------------------------------------------ in a step; nothing here waits for the device
+    # ------------------------------------------------------------------ in a step
+    # Nothing here waits for the device.
 
     def bind(self, optimizer: Any) -> None:
-        """Called when the trainer is built. Raises ConfigError if the policy cannot work with its optimizer."""
+        """Called when the trainer is built.
+
+        Raises ConfigError if the policy cannot work with the optimizer.
+        """
 
     def before_gradients(self, model: nn.Module) -> None:
         """Called before the forward pass."""
@@ -46,12 +51,15 @@ class NonFinitePolicy:
     def see_gradients(self, optimizer: Any, model: nn.Module, losses: Losses) -> dict[str, Tensor]:
         """Called after ``after_backward``, before gradients are clipped; they are unscaled.
 
-        Returns values for `judge` and `look`, shape ``[]``, on the device.
+        Returns values for `judge` and `judge_numbers`, shape ``[]``, on the device.
         """
         return {}
 
     def judge(self, extra: dict[str, Tensor], model: nn.Module) -> None:
-        """Called after clipping; may change ``extra``, the values of this step for `look`."""
+        """Called after clipping, to decide on the device whether `update` leaves out the update.
+
+        It may change ``extra``, the values of this step for `judge_numbers`.
+        """
 
     def update(self, optimizer: Any) -> None:
         """Do the update, or leave it out."""
@@ -59,7 +67,7 @@ class NonFinitePolicy:
 
     # ------------------------------------------------------------------ later, maybe in a thread
 
-    def look(
+    def judge_numbers(
         self, storage: EventStorage, iter: int, values: dict[str, Any], gather_period: int
     ) -> str | None:
         """Judge the numbers of an iteration; called in the order of the iterations.
@@ -76,10 +84,14 @@ class NonFinitePolicy:
             return self.describe(iter, values)
         is_skipped = bool(values.pop(SKIP_FLAG))
         self.skipped_updates += is_skipped
-        self._skipped_in_row = self._skipped_in_row + 1 if is_skipped else 0
+        if is_skipped:
+            self._skipped_in_row += 1
+        else:
+            self._skipped_in_row = 0
         if (iter + 1) % gather_period == 0:
-            number = self.skipped_updates
-            storage.put_scalar("skipped_updates", number, smoothing_hint=False, cur_iter=iter)
+            storage.put_scalar(
+                "skipped_updates", self.skipped_updates, smoothing_hint=False, cur_iter=iter
+            )
         if not is_skipped:
             return self.describe(iter, values)
         return self._describe_skipped(iter, values)
@@ -129,18 +141,25 @@ class IgnoreNonFinite(NonFinitePolicy):
         return None
 
 
+POLICIES = {policy.name: policy for policy in (NonFinitePolicy, IgnoreNonFinite)}
+"""name -> policy; projects have others."""
+
+
 def make_policy(policy: str | NonFinitePolicy, max_in_row: int) -> NonFinitePolicy:
-    """Raises ValueError if the name is not "raise" or "ignore"."""
+    """Raises ValueError if the name is not one of `POLICIES`."""
     if isinstance(policy, NonFinitePolicy):
         return policy
-    for known in (NonFinitePolicy, IgnoreNonFinite):
-        if policy == known.name:
-            return known(max_in_row)
+    if policy in POLICIES:
+        return POLICIES[policy](max_in_row)
     raise ValueError(
-        f"non_finite must be 'raise', 'ignore' or a NonFinitePolicy, got {policy!r}; projects have other policies"
+        f"non_finite must be 'raise', 'ignore' or a NonFinitePolicy, got {policy!r}; projects have "
+        "other policies"
     )
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether ``step()`` can leave out an update by a flag on the device, as torch's fused optimizers can."""
+    """Whether ``step()`` can leave out an update by a flag on the device.
+
+    torch's fused optimizers can.
+    """
     return getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -15,22 +15,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainkit.checkpoint.atomic import loading
-from trainkit.checkpoint.optimizer_state import (
-    describe_groups,
-    fit_state,
-    load_optimizer,
-    names_in,
-)
+from trainkit.checkpoint.optimizer_groups import describe_groups, names_in
+from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.data.epochs import epoch_listeners, not_reached
 from trainkit.engine.data_size import DataSize, data_size_of, describe_changes
 from trainkit.engine.feed import Feed
+from trainkit.engine.finite import non_finite_names
 from trainkit.engine.loop import TrainerBase
 from trainkit.engine.losses import (
     Losses,
     as_losses,
     explain_first_call,
     mean_losses,
-    non_finite_names,
     parse_losses,
 )
 from trainkit.engine.metrics import (
@@ -56,21 +52,30 @@ logger = logging.getLogger(__name__)
 
 def forwarded(path: str, doc: str = "") -> Any:
     """A property that reads and sets an attribute of a part: ``forwarded("feed.loader")``."""
-    owner, _, name = path.rpartition(".")
-    return property(
-        attrgetter(path), lambda self, value: setattr(attrgetter(owner)(self), name, value), doc=doc
-    )
+    part, _, name = path.rpartition(".")
+    get_part = attrgetter(part)
+
+    def write(trainer: Any, value: Any) -> None:
+        setattr(get_part(trainer), name, value)
+
+    return property(attrgetter(path), write, doc=doc)
 
 
-def _of_step(name: str, path: str, doc: str) -> Any:
-    """A property that can be read until the save point of an iteration."""
-    source, get = attrgetter(path.partition(".")[0]), attrgetter(path)
+def _until_save_point(name: str, path: str, doc: str) -> Any:
+    """A property ``name`` that can be read until the save point of an iteration.
+
+    Args:
+        path: of its value. The first attribute is None before a step and from the save point on.
+    """
+    first_attribute = path.partition(".")[0]
+    get = attrgetter(path)
 
     def read(trainer: Any) -> Any:
-        if source(trainer) is None:
+        if getattr(trainer, first_attribute) is None:
             raise AttributeError(
-                f"trainer.{name} is there in after_backward, and in after_step above the save point, since a resumed "
-                "run starts below; register the hook with a priority of at most NORMAL, or before=PeriodicCheckpointer"
+                f"trainer.{name} is there in after_backward, and in after_step above the save "
+                "point, since a resumed run starts below; register the hook with a priority of at "
+                "most NORMAL, or before=PeriodicCheckpointer"
             )
         return get(trainer)
 
@@ -80,29 +85,32 @@ def _of_step(name: str, path: str, doc: str) -> Any:
 class SimpleTrainer(TrainerBase):
     """One model, one loss (or a sum of losses), one optimizer, one data source.
 
-    For two optimizers or a GAN, subclass `TrainerBase` and define ``run_step``. Hooks can read ``batch``, ``losses``
-    and ``outputs`` in ``after_backward``, and in ``after_step`` above the save point. A variant overrides parts of
-    the step: ``fetch``, ``compute_losses``, ``backward``, ``before_update``, ``_write_metrics``, ``update``.
+    For two optimizers or a GAN, subclass `TrainerBase` and define ``run_step``. Hooks can read
+    ``batch``, ``losses`` and ``outputs`` in ``after_backward``, and in ``after_step`` above the
+    save point. A variant overrides parts of the step: ``fetch``, ``compute_losses``, ``backward``,
+    ``before_update``, ``_write_metrics``, ``update``.
 
     Attributes:
-        model, optimizer: replaced between two runs only, since hooks, schedule and checkpointer keep theirs.
+        model, optimizer: replaced between two runs only, since hooks, schedule and checkpointer
+            keep theirs.
         feed: draws the batches.
         metrics: takes the losses to the storage.
         accumulation_steps: micro-batches per iteration.
         policy: what happens to values that are not finite.
-        extra: further values of this iteration for the storage, shape ``[]``; `look` takes out ``[flag]...``.
+        extra: further values of this iteration for the storage, shape ``[]``; `judge_numbers`
+            takes out ``[flag]...``.
     """
 
     own_keys = (*TrainerBase.own_keys, "data")
 
-    batch = _of_step(
+    batch = _until_save_point(
         "batch", "_batch", "The batch of this iteration; if accumulated, the present micro-batch."
     )
-    losses = _of_step("losses", "_losses.detached", "Name -> scalar on the device.")
-    trained_losses = _of_step(
+    losses = _until_save_point("losses", "_losses.detached", "Name -> scalar on the device.")
+    trained_losses = _until_save_point(
         "trained_losses", "_losses.trained", "Names of the losses that are minimized."
     )
-    outputs = _of_step(
+    outputs = _until_save_point(
         "outputs", "_losses.outputs", "The entry ``outputs`` that the model returned."
     )
     data_loader = forwarded(
@@ -133,26 +141,35 @@ class SimpleTrainer(TrainerBase):
         max_non_finite_in_row: int = 25,
         exchange_period: int = 1,
     ) -> None:
-        """The model is set to train mode here, once; code that changes the mode later must restore it.
+        """The model is set to train mode here, once.
+
+        Code that changes the mode later must restore it.
 
         Args:
-            model: takes what ``data_loader`` yields and returns a loss, or a dict of losses by name. Those that
-                require grad are added up and minimized, the others are only logged. An entry ``outputs`` is for hooks.
+            model: takes what ``data_loader`` yields and returns a loss, or a dict of losses by
+                name. Those that require grad are added up and minimized, the others are only
+                logged. An entry ``outputs`` is for hooks.
             data_loader: an iterable; when it ends, it is iterated again.
-            gather_metric_period: average the metrics over ranks, and store them, once per this number of iterations.
-            zero_grad_before_forward: zero the gradients before the forward pass, not after it; this takes less memory.
-            async_write_metrics: a pool of one worker waits for the losses, exchanges them with other ranks, stores
-                them and calls the writers. An error there ends the run at most 20 iterations later.
-            accumulation_steps: micro-batches per iteration, drawn one after the other; for a mean loss they equal one
-                batch.
-            clip_gradients: called with the optimizer's parameters after ``after_backward``, as a `GradientClipper`; an
-                optimizer with the same rule does not clip again. What it returns, shape ``[]``, becomes ``grad_norm``.
-            non_finite: "raise" ends the run if the loss, or a norm that ``clip_gradients`` returns, is not finite:
-                before the update on a CPU, else at most 20 iterations later, and before anything is saved. The model is
-                checked at each save. "ignore" checks nothing. Or a `NonFinitePolicy`.
-            max_non_finite_in_row: so many updates in a row that are left out end the run, see `NonFinitePolicy`.
-            exchange_period: with several ranks, the number of iterations between exchanges of metrics. Metrics are
-                stored, and a failure of a rank is raised, only at an exchange.
+            gather_metric_period: average the metrics over ranks, and store them, once per this
+                number of iterations.
+            zero_grad_before_forward: zero the gradients before the forward pass, not after it; this
+                takes less memory.
+            async_write_metrics: a pool of one worker waits for the losses, exchanges them with
+                other ranks, stores them and calls the writers. An error there ends the run at most
+                20 iterations later.
+            accumulation_steps: micro-batches per iteration, drawn one after the other; for a mean
+                loss, those of one size equal one batch.
+            clip_gradients: called with the optimizer's parameters after ``after_backward``, as a
+                `GradientClipper`; an optimizer with the same rule does not clip again. What it
+                returns, shape ``[]``, becomes ``grad_norm``.
+            non_finite: "raise" ends the run if the loss, or a norm that ``clip_gradients`` returns,
+                is not finite: before the update on a CPU, else at most 20 iterations later, and
+                before anything is saved. The model is checked at each save. "ignore" checks
+                nothing. Or a `NonFinitePolicy`.
+            max_non_finite_in_row: so many updates in a row that are left out end the run, see
+                `NonFinitePolicy`.
+            exchange_period: with several ranks, the number of iterations between exchanges of
+                metrics. Metrics are stored, and a failure of a rank is raised, only at an exchange.
 
         Raises:
             ValueError: a period below 1; ``non_finite`` is not known.
@@ -160,13 +177,15 @@ class SimpleTrainer(TrainerBase):
         super().__init__()
         if clip_gradients is not None and not callable(clip_gradients):
             raise TypeError(
-                f"clip_gradients must be a function of the parameters, got {clip_gradients!r}; to limit the norm of "
-                'all gradients, give GradientClipper("full_model", 1.0)'
+                f"clip_gradients must be a function of the parameters, got {clip_gradients!r}; to "
+                'limit the norm of all gradients, give GradientClipper("full_model", 1.0)'
             )
         self.policy = make_policy(non_finite, max_non_finite_in_row)
         self.policy.bind(optimizer)
         model.train()
-        self.model, self.optimizer, self.feed = model, optimizer, Feed(data_loader)
+        self.model = model
+        self.optimizer = optimizer
+        self.feed = Feed(data_loader)
         trainer = weakref.proxy(self)  # a strong reference would keep the trainer alive
         self.feed.before_pass = lambda: trainer.tell_epoch()
         self.metrics = MetricPath(
@@ -178,7 +197,8 @@ class SimpleTrainer(TrainerBase):
         # detectron2's name
         self.concurrent_executor = DirectCalls() if async_write_metrics else None
         self.clip_gradients = clip_gradients
-        self._batch: Any = None  # like _losses, it is of this iteration, until the save point
+        # of this iteration, until the save point
+        self._batch: Any = None
         self._losses: Losses | None = None
         self.extra: dict[str, Tensor] = {}
         self._fix_epochs()
@@ -186,49 +206,39 @@ class SimpleTrainer(TrainerBase):
         self._is_first_step = True
         self._owner = weakref.proxy(self)  # the trainer whose steps these are
         self._untrained = UntrainedParameters()
-        self._look_at_model()
-        if accumulation_steps > 1 and any(
-            isinstance(module, _BatchNorm) for module in model.modules()
-        ):
-            text = "Batch norm treats each micro-batch separately: %d do not equal one large batch. Group norm would"
-            logger.warning(text, accumulation_steps)
+        self._note_model()
+        has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+        if has_batch_norm and accumulation_steps > 1:
+            logger.warning(
+                "Batch norm treats each micro-batch separately: %d do not equal one large batch. "
+                "Group norm would",
+                accumulation_steps,
+            )
 
     def run_step(self) -> None:
         """Fetch, zero_grad, forward, backward, unscale, after_backward, clip, metrics, update."""
         if not self.model.training:
             raise RuntimeError(
-                "the model is in eval mode; code that calls model.eval() must call model.train() again"
+                "the model is in eval mode; code that calls model.eval() must call model.train() "
+                "again"
             )
         self._batch = self._losses = None  # release them before the next batch is made
-        self._data_sec, self.feed.drawn = 0.0, 0
-        self._losses = losses = self.compute_gradients()
+        self._data_sec = 0.0
+        self.feed.drawn = 0
+        losses = self.compute_gradients()
+        self._losses = losses
         self.before_update()
         # before the update: the weights must stay finite
         self._write_metrics(losses, self._data_sec, iter=self.iter)
         self.update()
 
-    # ------------------------------------------------------------------ parts of a step, for variants to override
-
-    def fetch(self) -> Any:
-        """The next batch, or micro-batch, on the model's device."""
-        return self.feed.next(self._device)
-
-    def micro_batches(self) -> Iterator[tuple[Any, bool]]:
-        """The micro-batches of this iteration, each drawn when it is asked for, and whether it is the last one."""
-        for number in range(1, self.accumulation_steps + 1):
-            yield self.draw(), number == self.accumulation_steps
-
-    def draw(self) -> Any:
-        """`fetch`, with the time that it takes; the result becomes ``batch``."""
-        start = time.perf_counter()
-        self._batch = batch = self.fetch()
-        self._data_sec += time.perf_counter() - start
-        if self._is_first_step:
-            settle_buckets(self.model, batch, lambda batch: self.compute_losses(batch).total)
-        return batch
+    # ------------------------------------------------------------------ parts of a step
 
     def compute_gradients(self) -> Losses:
-        """Fetch, zero_grad, forward and backward for each micro-batch; the gradients are those of the mean loss."""
+        """Fetch, zero_grad, forward and backward for each micro-batch.
+
+        The gradients are those of the mean loss.
+        """
         self.policy.before_gradients(self.model)
         if self.accumulation_steps == 1:
             return self._add_gradients(self.draw())
@@ -241,6 +251,28 @@ class SimpleTrainer(TrainerBase):
             del batch  # the next one may be drawn
         return mean_losses(found)
 
+    def micro_batches(self) -> Iterator[tuple[Any, bool]]:
+        """Each micro-batch of this iteration, and whether it is the last one.
+
+        It is drawn when it is asked for.
+        """
+        for number in range(1, self.accumulation_steps + 1):
+            yield self.draw(), number == self.accumulation_steps
+
+    def draw(self) -> Any:
+        """`fetch`, with the time that it takes; the result becomes ``batch``."""
+        start = time.perf_counter()
+        batch = self.fetch()
+        self._batch = batch
+        self._data_sec += time.perf_counter() - start
+        if self._is_first_step:  # of DistributedDataParallel
+            settle_buckets(self.model, batch, lambda batch: self.compute_losses(batch).total)
+        return batch
+
+    def fetch(self) -> Any:
+        """The next batch, or micro-batch, on the model's device."""
+        return self.feed.next(self._device)
+
     def _add_gradients(self, batch: Any, *, is_first: bool = True) -> Losses:
         """Zero_grad, if this is the first micro-batch, forward and backward."""
         if is_first and self.zero_grad_before_forward:
@@ -248,33 +280,22 @@ class SimpleTrainer(TrainerBase):
         losses = self.compute_losses(batch)
         if is_first and not self.zero_grad_before_forward:
             self.optimizer.zero_grad()
-        self.backward(
-            losses.total if self.accumulation_steps == 1 else losses.total / self.accumulation_steps
-        )
+        share = losses.total  # of this micro-batch in the mean loss
+        if self.accumulation_steps > 1:
+            share = share / self.accumulation_steps
+        self.backward(share)
         return losses
 
     def compute_losses(self, batch: Any) -> Losses:
-        """The losses of the forward pass. Raises ValueError if one has a name that the trainer stores itself."""
+        """The losses of the forward pass.
+
+        Raises ValueError if one has a name that the trainer stores itself.
+        """
         losses = parse_losses(self.call_model(batch))
         if self._is_first_step:
-            self._check_names(losses)
+            self._is_first_step = False
+            self._check_first_losses(losses)
         return losses
-
-    def _check_names(self, losses: Losses) -> None:
-        self._is_first_step = False
-        stored = STORED_BESIDE_LOSSES | ({"grad_norm"} if self.clip_gradients else set())
-        if taken := sorted(losses.keys() & stored):
-            raise ValueError(
-                f"the trainer stores {taken} itself; give the model's entry another name"
-            )
-        if any(value.is_complex() for value in losses.values()):
-            raise TypeError(f"one of {[*losses]} is complex; give its abs() or real part")
-        logged = [name for name in losses if name not in losses.trained]
-        logger.info(
-            "Minimizing %s%s",
-            " + ".join(losses.trained),
-            f"; only logging {logged}" if logged else "",
-        )
 
     def call_model(self, batch: Any) -> Any:
         try:
@@ -284,6 +305,22 @@ class SimpleTrainer(TrainerBase):
             if self._is_first_step:
                 explain_first_call(batch, error)
             raise
+
+    def _check_first_losses(self, losses: Losses) -> None:
+        """Refuse losses that no step can use; log which are minimized."""
+        stored = set(STORED_BESIDE_LOSSES)
+        if self.clip_gradients is not None:
+            stored.add("grad_norm")
+        taken = sorted(losses.keys() & stored)
+        if taken:
+            raise ValueError(
+                f"the trainer stores {taken} itself; give the model's entry another name"
+            )
+        if any(value.is_complex() for value in losses.values()):
+            raise TypeError(f"one of {[*losses]} is complex; give its abs() or real part")
+        only_logged = [name for name in losses if name not in losses.trained]
+        others = f"; only logging {only_logged}" if only_logged else ""
+        logger.info("Minimizing %s%s", " + ".join(losses.trained), others)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -315,12 +352,14 @@ class SimpleTrainer(TrainerBase):
         prefix: str = "",
         iter: int | None = None,
     ) -> None:
-        """Give the losses of an iteration, and ``extra``, to the storage; waits for nothing on an accelerator.
+        """Give the losses of an iteration, and ``extra``, to the storage.
 
-        A subclass that overrides it, and does not call this method, stores and checks the losses itself.
+        On an accelerator it waits for nothing. A subclass that overrides it, and does not call this
+        method, stores and checks the losses itself.
 
         Args:
-            loss_dict: name -> value, as the model has returned them. Those that require grad add up to ``total_loss``.
+            loss_dict: name -> value, as the model has returned them. Those that require grad add up
+                to ``total_loss``.
             data_time: in seconds.
             prefix: of all names in the storage.
 
@@ -337,9 +376,12 @@ class SimpleTrainer(TrainerBase):
     def update(self) -> None:
         self.policy.update(self.optimizer)
 
-    def look(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
-        """Judge the numbers of an iteration, maybe later and in a worker; see `NonFinitePolicy.look`."""
-        return self.policy.look(storage, iter, values, self.metrics.gather_period)
+    def judge_numbers(self, storage: EventStorage, iter: int, values: dict[str, Any]) -> str | None:
+        """Judge the numbers of an iteration, maybe later and in a worker.
+
+        See `NonFinitePolicy.judge_numbers`.
+        """
+        return self.policy.judge_numbers(storage, iter, values, self.metrics.gather_period)
 
     # ------------------------------------------------------------------ runs and state
 
@@ -381,9 +423,10 @@ class SimpleTrainer(TrainerBase):
             logger.warning("The training data are not those of the checkpoint:\n%s", table)
 
     def tell_epoch(self) -> None:
-        """Call ``set_epoch(epoch)`` of the sampler and the dataset of a loader, if they have it; before each pass.
+        """Before each pass, call ``set_epoch(epoch)`` of the loader's sampler and dataset.
 
-        Data without a length have no epochs: there it is the number of passes since the run has started.
+        Those that do not have it are left out. Data without a length have no epochs: there it is
+        the number of passes since the run has started.
         """
         listeners = epoch_listeners(self.data_loader)
         if not listeners:
@@ -402,16 +445,18 @@ class SimpleTrainer(TrainerBase):
         for listener in listeners:
             listener.set_epoch(epoch)
 
-    def _look_at_model(self) -> None:
-        self._seen_model, self._device = self.model, device_of(self.model) or torch.device("cpu")
-        # parts such as masks of -inf, which are never finite
-        self._never_finite = (
-            {*non_finite_names(self.model)} if self.policy.name != "ignore" else set()
-        )
+    def _note_model(self) -> None:
+        """Note the device of the model, and its parts that are never finite, such as masks."""
+        self._noted_model = self.model
+        self._device = device_of(self.model) or torch.device("cpu")
+        self._never_finite: set[str] = set()
+        if self.policy.name != "ignore":
+            self._never_finite = set(non_finite_names(self.model))
 
     def start_run(self) -> None:
-        if self.model is not self._seen_model or device_of(self.model) not in (self._device, None):
-            self._look_at_model()  # it was replaced or moved since the last run
+        is_replaced = self.model is not self._noted_model
+        if is_replaced or device_of(self.model) not in (self._device, None):  # None: no parameters
+            self._note_model()
         self.metrics.reset()
         self.feed.drawn = 0
         self._watch_untrained()
@@ -432,22 +477,27 @@ class SimpleTrainer(TrainerBase):
     def end_step(self) -> None:
         self._batch = self._losses = None
 
-    def find_failure(self, everywhere: bool = True) -> str | None:
+    def before_check(self, ranks_agree: bool) -> None:
         self._watch_untrained()  # a hook may have added parameters
-        if everywhere:
+        if ranks_agree:
             self.metrics.finish(self.storage_in_use())
+
+    def find_failure(self) -> str | None:
         if self.policy.name == "ignore":
             return None
         names = non_finite_names(self.model, except_for=self._never_finite)
         if not names:
             return None
         return (
-            f"the model is not finite in iteration {self.iter}, though its losses were: {', '.join(names[:5])} "
-            f"({len(names)} in all). A gradient of this or an earlier iteration was not finite"
+            f"the model is not finite in iteration {self.iter}, though its losses were: "
+            f"{', '.join(names[:5])} ({len(names)} in all). A gradient of this or an earlier "
+            "iteration was not finite"
         )
 
     def describe_inexact(self) -> list[str]:
-        inexact = [*super().describe_inexact(), *filter(None, [self.feed.obstacle])]
+        inexact = super().describe_inexact()
+        if self.feed.obstacle:
+            inexact.append(self.feed.obstacle)
         device = self._device.type
         if device != "cpu" and not torch.are_deterministic_algorithms_enabled():
             inexact.append(
@@ -522,7 +572,10 @@ class SimpleTrainer(TrainerBase):
 
 
 def parameters_of(optimizer: Any, model: nn.Module) -> list[Tensor]:
-    """The parameters of the optimizer, in its order; those of the model if the optimizer has no ``param_groups``."""
+    """The parameters of the optimizer, in its order.
+
+    Those of the model if the optimizer has no ``param_groups``.
+    """
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return [*model.parameters()]

@@ -63,7 +63,7 @@ def present_observer() -> tuple[Any, Phase]:
     return _present.get()
 
 
-labels: list[str] = [""]  # the last one counts
+_labels: list[str] = [""]  # the last one counts
 
 
 @contextmanager
@@ -72,17 +72,17 @@ def labelled(label: str) -> Iterator[None]:
 
     For a dataset that is evaluated more than once.
     """
-    labels.append(label)
+    _labels.append(label)
     try:
         yield
     finally:
-        labels.pop()
+        _labels.pop()
 
 
 def say_results_of(name: str) -> str:
     """The title of a table of results: ``Results on digits_test (ema):``."""
-    if labels[-1]:
-        return f"Results on {name} ({labels[-1]}):"
+    if _labels[-1]:
+        return f"Results on {name} ({_labels[-1]}):"
     return f"Results on {name}:"
 
 

@@ -9,6 +9,6 @@ from pathlib import Path
 _TOP = Path(__file__).resolve().parents[2]
 _SETUP = _TOP / "setup.py"
 # beside an installed package is site-packages, which may hold another folder of this name
-_IS_CHECKOUT = _SETUP.is_file() and 'name="trainkit"' in _SETUP.read_text()
+_IS_CHECKOUT = _SETUP.is_file() and 'name="trainkit"' in _SETUP.read_text(encoding="utf-8")
 if _IS_CHECKOUT:
     __path__ = [*__path__, str(_TOP / "projects")]

@@ -110,6 +110,8 @@ def _over_ranks(norm: Any) -> Tensor:
 
 
 def clip_before_step(optimizer: Optimizer, clipper: GradientClipper) -> None:
+    """Let ``step()`` clip first, unless a trainer has called the clipper for this step."""
+
     def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not clipper.has_clipped:
             # GradScaler.step sets it for a fused kernel

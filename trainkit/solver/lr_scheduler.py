@@ -164,9 +164,9 @@ class ScheduledLR(LRScheduler):
             min_lr = 0.0
             if number < len(self.min_lrs):  # a group may have been added later
                 min_lr = self.min_lrs[number]
-            bound = min(min_lr, lr)  # it raises no rate of the schedule
+            lowest = min(min_lr, lr)  # the minimum raises no rate of the schedule
             lowered = math.prod(self.factors, start=lr)
-            rates.append(max(lowered, bound))
+            rates.append(max(lowered, lowest))
         return rates
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,10 +190,10 @@ class ScheduledLR(LRScheduler):
         last_epoch = check_period("last_epoch", state_dict["last_epoch"], minimum=-1)
         # states of detectron2 have neither
         factors = [float(factor) for factor in state_dict.get("factors", [])]
-        last_lr = [float(rate) for rate in state_dict.get("last_lr", [])]
+        last_lr: list[float | Tensor] = [float(rate) for rate in state_dict.get("last_lr", [])]
         self.last_epoch = last_epoch
         self.factors = factors
-        self._last_lr = [*last_lr]
+        self._last_lr = last_lr
 
 
 def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
@@ -213,6 +213,7 @@ def _base_lr_of(group: dict[str, Any]) -> float:
 
 
 LRFunction = ScheduledLR
+"""The same class under another public name."""
 
 
 class LRMultiplier(ScheduledLR):

@@ -154,7 +154,11 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+SLOW = ("asynchronous metrics, AdamW", "bfloat16", "float16", "float16 of a fixed scale")
+CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SETTINGS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_100_steps_equal_those_of_the_ordinary_trainer_bit_for_bit(name):
     _, recorded, are_equal = both(**SETTINGS[name])
     assert are_equal

@@ -41,9 +41,7 @@ JOBS = {
     "precise batch norm": job(
         options=("TEST.PRECISE_BN.ENABLED", True, "TEST.PRECISE_BN.NUM_ITER", 2)
     ),
-    "growing windows": Configured(
-        "SOLVER.ACCUMULATION_FACTORS", [[3, 2], [6, 4]], has_epochs=False
-    ),
+    "growing windows": Configured("SOLVER.ACCUMULATION_FACTORS", [[3, 2], [6, 4]]),
     "the best files": job(
         options=("CHECKPOINT.BEST_METRIC", "classification/top1", "CHECKPOINT.BEST_TO_KEEP", 2)
     ),

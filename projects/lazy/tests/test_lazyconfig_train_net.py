@@ -8,12 +8,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from trainkit.projects.lazy.train import build_trainer
+from trainkit.projects.lazy.train import run as run_lazy
 
 from projects.digits import DigitsCNN
 from tests.exactness.machine import content
 from tools import lazyconfig_train_net, train_net
 from trainkit.config import ConfigError, LazyCall, LazyConfig, get_cfg, resolve_lengths
-from trainkit.engine import default_argument_parser, default_setup
+from trainkit.engine import HookBase, default_argument_parser, default_setup
 from trainkit.evaluation import DatasetEvaluator
 from trainkit.utils.logger import close_logger
 
@@ -323,3 +325,23 @@ def test_default_setup_seeds_makes_the_folder_and_moves_an_earlier_run_aside(tmp
         ConfigError, match="train.output_dir is missing in the config, which has model; set it"
     ):
         setup(OmegaConf.create({"model": {}}))
+
+
+def test_a_project_trains_with_a_trainer_that_it_has_built_itself(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(OF_DETECTRON2)
+    seen = []
+
+    class Seen(HookBase):
+        def after_step(self):
+            seen.append(self.trainer.iter)
+
+    def build_own(cfg):
+        trainer, checkpointer = build_trainer(cfg)
+        trainer.register_hooks([Seen()])
+        return trainer, checkpointer
+
+    options = [f"train.output_dir={tmp_path / 'out'}", "train.max_iter=2"]
+    args = default_argument_parser().parse_args(options)
+    assert run_lazy(args, config, build_own) is None
+    assert seen == [0, 1]

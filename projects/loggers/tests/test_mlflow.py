@@ -83,7 +83,8 @@ def test_scalars_settings_config_and_images_arrive_and_nothing_that_comes_late_i
     assert (run.info.status, run.info.run_name) == ("FINISHED", tmp_path.name)
     assert run.data.params == {name: str(value)[:6000] for name, value in settings.items()}
     assert (
-        Path(client.download_artifacts(run.info.run_id, "config.yaml")).read_text() == "SEED: 3\n"
+        Path(client.download_artifacts(run.info.run_id, "config.yaml")).read_text(encoding="utf-8")
+        == "SEED: 3\n"
     )
     folder = Path(client.download_artifacts(run.info.run_id, "images"))
     assert np.array_equal(Image.open(folder / "rgb/0000009.png"), rgb.permute(1, 2, 0).numpy())

@@ -21,7 +21,6 @@ from tests.cuda import needs_cuda
 from tests.docs.pages import blocks, page
 from tests.engine.job import tiny_cfg
 from tests.forked import run_forked, script
-from tests.tools.test_finders import NeedsMemory  # noqa: F401 - registers it
 from trainkit.engine import DefaultTrainer, SimpleTrainer
 
 PAGE = "docs/preflight.md"

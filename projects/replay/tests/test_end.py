@@ -63,5 +63,5 @@ def test_a_replay_that_a_signal_ends_leaves_no_temporary_folder_and_no_process(
         process.join()
         assert pipe.read() == b""  # the process at its other end has ended too
 
-    assert process.exitcode == 128 + signum, Path(err).read_text()
+    assert process.exitcode == 128 + signum, Path(err).read_text(encoding="utf-8")
     assert [*temporary.iterdir()] == []

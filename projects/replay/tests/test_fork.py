@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 from trainkit.projects.replay import replay
-from trainkit.projects.replay.checkpoints import CLOCK_READINGS, differing, is_of_the_clock
 from trainkit.projects.replay.tests import job
 from trainkit.projects.replay.tests.job import At, Keep, Killed, digest_of_folder
 
 from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import CheckpointError
+from trainkit.checkpoint.differences import CLOCK_READINGS, differing, is_of_the_clock
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError, get_cfg
 from trainkit.engine import DefaultTrainer

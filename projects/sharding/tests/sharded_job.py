@@ -99,7 +99,7 @@ def from_middle_of(folder, of, name):
     if comm.is_main_process():
         left_out = shutil.ignore_patterns("model_final*", "finished")
         shutil.copytree(f"{folder}/{of}/", f"{folder}/{name}", ignore=left_out)
-        Path(folder, name, "last_checkpoint").write_text("model_0000004.pth")
+        Path(folder, name, "last_checkpoint").write_text("model_0000004.pth", encoding="utf-8")
     comm.synchronize()
     return f"{folder}/{name}"
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 from trainkit.projects.hooks.publish_weights import publish_weights
+from trainkit.projects.predict.run import cfg_of_run
 from trainkit.projects.trainable_only.frozen import FrozenWeights
 
 from tests.checkpoint.conftest import Counter
 from tests.docs.pages import run
 from tests.docs.test_recipes import LORA
 from tests.engine.job import tiny_cfg
-from tools import predict
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.engine import DefaultPredictor, DefaultTrainer
@@ -86,7 +86,7 @@ def test_a_job_with_lora_resumes_exactly_and_publishes_and_predicts_with_all_wei
         publish_weights(final)
     (published,) = tmp_path.glob("whole/*published*")
     (tmp_path / "parts/config.yaml").write_text(tiny_cfg("elsewhere", *options).dump())
-    cfg = predict.build_cfg(predict.parse_args([str(tmp_path / "parts"), "--dataset", "tiny_test"]))
+    cfg = cfg_of_run(str(tmp_path / "parts"))
     predicting = DefaultPredictor(cfg, Trainer.build_model).model.state_dict()
     for found in (parts, read_file(published)["model"], predicting):
         assert found.keys() == whole.keys()

@@ -187,7 +187,7 @@ class Writers(Hook):
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.json_file = open(folder / "metrics.json", "a")  # noqa: SIM115
+        self.json_file = open(folder / "metrics.json", "a", encoding="utf-8")  # noqa: SIM115
 
     def __del__(self) -> None:
         self.json_file.close()

@@ -10,7 +10,7 @@ from torch import nn
 from trainkit.config import CfgNode
 from trainkit.engine.amp import AMPTrainer, fixed_scaler
 from trainkit.engine.parallel import check_own_device
-from trainkit.engine.policies import NonFinitePolicy, make_policy
+from trainkit.engine.policies import POLICIES, NonFinitePolicy
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.build import build_gradient_clipper
 from trainkit.utils.device import device_of, runs_ahead
@@ -22,7 +22,7 @@ TRAINER_REGISTRY = Registry("TRAINER")
 `SimpleTrainer`."""
 
 POLICY_REGISTRY = Registry("POLICY")
-"""SOLVER.NON_FINITE.POLICY, except "raise" and "ignore" -> a function ``(max_in_row)`` that returns
+"""SOLVER.NON_FINITE.POLICY, except those of `POLICIES` -> a function ``(max_in_row)`` that returns
 a policy."""
 
 WRAPPER_REGISTRY = Registry("WRAPPER")
@@ -116,8 +116,8 @@ def make_step_trainer(
 def _build_policy(cfg: CfgNode) -> NonFinitePolicy:
     name = cfg.SOLVER.NON_FINITE.POLICY
     max_in_row = cfg.SOLVER.NON_FINITE.MAX_IN_ROW
-    if name in ("raise", "ignore"):
-        return make_policy(name, max_in_row)
+    if name in POLICIES:
+        return POLICIES[name](max_in_row)
     build: Callable[[int], NonFinitePolicy] = look_up(
         POLICY_REGISTRY, name, "SOLVER.NON_FINITE.POLICY"
     )

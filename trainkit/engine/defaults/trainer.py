@@ -496,7 +496,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         trainer.share_run(self)  # it gets the hooks and the storage of this one
 
     @property
-    def _step(self) -> SimpleTrainer:
+    def _inner(self) -> SimpleTrainer:
         return self._step_trainer
 
     @property

@@ -56,7 +56,9 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
         start: int = 0,
         save_last: bool = True,
     ) -> None:
-        self._final_iter = -1  # number of iterations done when the final file was written
+        # number of updates done when the final file was written, -1 without it; the name is that
+        # of its entry in checkpoints
+        self._final_iter = -1
         self._saved: tuple[int, int] | None = None  # the `_position` at the last save
         self._writing: Any = None  # what the last save has returned; a future, if it goes on
         self._failure = ""  # the error of the last save
@@ -99,7 +101,7 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
         if starts_at_final and self.max_iter > self._final_iter and not self.trainer.ends_early:
             self._keep_former_final()
         if self._clock is not None:
-            self._clock.begin(self.trainer)
+            self._clock.start(self.trainer)
 
     def _keep_former_final(self) -> None:
         """Save the end of a finished run that goes on under its number.
@@ -113,7 +115,8 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
     def after_step(self) -> None:
         name = self.name_at(self.trainer.iter)
         if self._clock is not None:
-            is_over = self._clock.is_over(self.trainer.done)  # in each iteration, also with a name
+            # asked in each iteration, since ranks may exchange
+            is_over = self._clock.is_over(self.trainer.done)
             if is_over and name is None:
                 name = f"{self.file_prefix}_{self.trainer.iter:07d}"
         if name is not None:
@@ -132,9 +135,10 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
             is_saved = self._wait_for_save() == "" and self._saved == self._position()
             if not all(self.trainer.gather(is_saved)):
                 self._request(f"{self.file_prefix}_{iteration:07d}", iteration)
-        failures = [error for error in self.trainer.gather(self._wait_for_save()) if error]
-        if failures:
-            raise CheckpointError("; ".join(failures))
+        error_of_ranks = self.trainer.gather(self._wait_for_save())
+        errors = [error for error in error_of_ranks if error]
+        if errors:
+            raise CheckpointError("; ".join(errors))
 
     def _request(self, name: str, iteration: int, *, is_final: bool = False) -> None:
         if self._clock is not None:
@@ -176,7 +180,7 @@ class _SaveClock:
     def __init__(self, period_sec: float) -> None:
         self._period_sec = period_sec
 
-    def begin(self, trainer: Any) -> None:
+    def start(self, trainer: Any) -> None:
         """Start at 0; every rank calls it in the thread of the loop."""
         self._every = trainer.stop_check_period
         # without rank_keys not all ranks have this hook, so they cannot exchange
@@ -275,7 +279,7 @@ class BestCheckpointer(MetricHook):
             return
         # fvcore's checkpointer always moves it, so it is put back
         tag_file = Path(self.checkpointer.save_dir) / "last_checkpoint"
-        former_tag = tag_file.read_text() if tag_file.exists() else None
+        former_tag = tag_file.read_text(encoding="utf-8") if tag_file.exists() else None
         self.checkpointer.save(name, iteration=iteration)
         if not self.checkpointer.save_to_disk:
             return

@@ -85,8 +85,8 @@ class EvalHook(PeriodicHook):
         returned = self._func()
         if returned is not None and not isinstance(returned, Mapping):
             raise TypeError(
-                f"the function of {type(self).__name__} returned {returned!r:.80}; return a dict of "
-                'results, such as {"accuracy": 0.5}, or None'
+                f"the function of {type(self).__name__} returned {returned!r:.80}; return a dict "
+                'of results, such as {"accuracy": 0.5}, or None'
             )
         results = flatten_results_dict(returned or {})
         for name, value in results.items():

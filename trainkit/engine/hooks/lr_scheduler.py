@@ -57,16 +57,7 @@ class LRScheduler(HookBase):
         self._optimizer = self._given_optimizer or self.trainer.optimizer
         groups = self._optimizer.param_groups
         next_iter = self.trainer.next_iter_of(self)
-        scheduler = self._given_scheduler or self.trainer.scheduler
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise TypeError(
-                "ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau, not LRScheduler "
-                "with it"
-            )
-        if isinstance(scheduler, ParamScheduler):  # it has no state to load
-            scheduler = LRMultiplier(
-                self._optimizer, scheduler, self.trainer.max_iter, last_iter=next_iter - 1
-            )
+        scheduler = self._torch_scheduler(next_iter)
         # compare the groups, not the optimizers: an optimizer may be wrapped
         scheduled_optimizer = getattr(scheduler, "optimizer", self._optimizer)
         if scheduled_optimizer.param_groups is not groups:
@@ -89,6 +80,20 @@ class LRScheduler(HookBase):
                 self._best_param_group_id + 1,
                 len(groups),
             )
+
+    def _torch_scheduler(self, next_iter: int) -> Any:
+        """The scheduler of this run; one that continues at ``next_iter`` for a ParamScheduler."""
+        scheduler = self._given_scheduler or self.trainer.scheduler
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError(
+                "ReduceLROnPlateau needs a metric; use the hook ReduceOnPlateau, not LRScheduler "
+                "with it"
+            )
+        if isinstance(scheduler, ParamScheduler):  # it has no state to load
+            return LRMultiplier(
+                self._optimizer, scheduler, self.trainer.max_iter, last_iter=next_iter - 1
+            )
+        return scheduler
 
     def _note_first_update(self) -> None:
         """Set ``_is_used`` at the first update of the optimizer."""

@@ -5,8 +5,8 @@ import math
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from trainkit.engine.hook_base import SAVE_POINT, HookBase
-from trainkit.engine.hooks.direction import infer_mode
 from trainkit.utils import comm
+from trainkit.utils.direction import infer_mode
 from trainkit.utils.errors import ConfigError
 from trainkit.utils.periods import check_number, check_period, is_due, is_last
 from trainkit.utils.registry import did_you_mean
@@ -75,8 +75,8 @@ class MetricHook(PeriodicHook):
         self._min_delta = check_number("min_delta", min_delta, "[0, inf)")
         self.mode = self._choose_mode(mode)
         self._sign = 1 if self.mode == "max" else -1
-        # the metrics of an evaluation that did not give this one
-        self._known: list[str] | None = None
+        # the metrics that there were when the monitored one was missing; None: it was not missing
+        self._known_metrics: list[str] | None = None
         self._forget()
 
     def _choose_mode(self, mode: Mode) -> Literal["max", "min"]:
@@ -119,7 +119,7 @@ class MetricHook(PeriodicHook):
         raise NotImplementedError
 
     def before_train(self) -> None:
-        self._known = None
+        self._known_metrics = None
         if self.trainer.start_iter == 0:
             self._forget()
         elif self._seen_iter is not None and self._seen_iter >= self.trainer.start_iter:
@@ -131,8 +131,8 @@ class MetricHook(PeriodicHook):
 
         By now the stopped run is saved.
         """
-        if self._known is not None and self.trainer.status != "failed":
-            self._raise_missing(self._known)
+        if self._known_metrics is not None and self.trainer.status != "failed":
+            self._raise_missing(self._known_metrics)
 
     def act_now(self) -> None:
         """Judge the newest value if it is new; every rank calls it.
@@ -145,8 +145,8 @@ class MetricHook(PeriodicHook):
         if comm.is_main_process():
             latest = self.trainer.storage.latest()
             if self.monitored_metric in latest:
-                value = self._record_new_value()
-                if value is not None:
+                value, iter = latest[self.monitored_metric]
+                if self._record_if_new(value, iter):
                     decision = self.judge(value)
             else:
                 known = sorted(latest)
@@ -157,7 +157,7 @@ class MetricHook(PeriodicHook):
             return
         if self.trainer.status != "running":
             self._raise_missing(known)
-        self._known = known
+        self._known_metrics = known
         self.trainer.request_stop(f"no evaluation has given the metric {self.monitored_metric!r}")
 
     def _raise_missing(self, known: list[str]) -> NoReturn:
@@ -167,24 +167,23 @@ class MetricHook(PeriodicHook):
             f"{did_you_mean(metric, known)}known are: {', '.join(known) or 'none'}"
         )
 
-    def _record_new_value(self) -> float | None:
+    def _record_if_new(self, value: float, iter: int) -> bool:
         """Compare the newest value with the best one, and note the result.
 
-        Returns the value; None if it was seen before, or does not count.
+        Returns False if it was seen before, or does not count.
         """
-        value, iter = self.trainer.storage.latest()[self.monitored_metric]
         if iter == self._seen_iter:
-            return None
+            return False
         self._seen_iter = iter
         if not self.counts(iter):
-            return None
+            return False
         if self._is_new_best(value):
             self.best = value
             self.best_iter = iter
             self.not_better = 0
         else:
             self.not_better += 1
-        return float(value)
+        return True
 
     def _is_new_best(self, value: float) -> bool:
         if not math.isfinite(value):

@@ -25,30 +25,30 @@ class IterationTimer(HookBase):
         self._timed_iters = 0
 
     def before_train(self) -> None:
-        self._begin = time.perf_counter()
-        self._step_begin = self._begin
+        self._start_sec = time.perf_counter()
+        self._step_start_sec = self._start_sec
         self._steps_sec = 0.0
         self._hooks_sec = 0.0
         self._num_pauses = 0  # between two steps
-        self._step_end: float | None = None
+        self._step_end_sec: float | None = None
         self._total_sec = 0.0
         self._timed_iters = 0
         # a resumed run writes the same lines
         self._started_iters = min(self.trainer.start_iter, self._warmup_iter)
 
     def before_step(self) -> None:
-        self._step_begin = time.perf_counter()
-        if self._step_end is not None:
-            self._hooks_sec += self._step_begin - self._step_end
+        self._step_start_sec = time.perf_counter()
+        if self._step_end_sec is not None:
+            self._hooks_sec += self._step_start_sec - self._step_end_sec
             self._num_pauses += 1
         self._started_iters += 1
         if self._started_iters == self._warmup_iter:
-            self._begin = self._step_begin
+            self._start_sec = self._step_start_sec
 
     def after_step(self) -> None:
-        self._step_end = time.perf_counter()
+        self._step_end_sec = time.perf_counter()
         if self._started_iters >= self._warmup_iter:
-            step_sec = self._step_end - self._step_begin
+            step_sec = self._step_end_sec - self._step_start_sec
             self._steps_sec += step_sec
             self._timed_iters += 1
             self.trainer.storage.put_scalar("time", step_sec)
@@ -59,7 +59,7 @@ class IterationTimer(HookBase):
         return self._hooks_sec / self._num_pauses if self._num_pauses > 0 else 0.0
 
     def after_train(self) -> None:
-        self._total_sec = time.perf_counter() - self._begin
+        self._total_sec = time.perf_counter() - self._start_sec
         if self._timed_iters > 0:
             logger.info(
                 "%d iterations in %s (%.4f s each); with hooks %s",

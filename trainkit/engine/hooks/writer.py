@@ -32,24 +32,24 @@ class PeriodicWriter(HookBase):
     def __init__(self, writers: Sequence[EventWriter], period: int = 20) -> None:
         self._writers = list(writers)
         self._period = check_period("period", period, minimum=1)
-        # states of the writers for a run that continues: loaded, or at the end of a run that was
-        # stopped or has failed
-        self._waiting: list[dict[str, Any]] | None = None
+        # states of the writers for a run that is resumed: loaded, or those before the last write of
+        # a run that was stopped or has failed
+        self._states_to_resume: list[dict[str, Any]] | None = None
         # states of the writers at the end of a finished run, and its storage
-        self._ended: list[dict[str, Any]] | None = None
-        self._ended_storage: EventStorage | None = None
+        self._finished_states: list[dict[str, Any]] | None = None
+        self._finished_storage: EventStorage | None = None
         self._lost: list[str] = []  # the errors of the last write
 
     def before_train(self) -> None:
         states: list[dict[str, Any]] = []
-        if self._ended is not None and self._ended_storage is self.trainer.storage:
-            states = self._ended  # the finished run goes on
-        elif self._waiting is not None and self.trainer.start_iter > 0:
-            states = self._waiting
+        if self._finished_states is not None and self._finished_storage is self.trainer.storage:
+            states = self._finished_states  # the finished run goes on
+        elif self._states_to_resume is not None and self.trainer.start_iter > 0:
+            states = self._states_to_resume
         self._give_states(states)
-        self._waiting = None
-        self._ended = None
-        self._ended_storage = None
+        self._states_to_resume = None
+        self._finished_states = None
+        self._finished_storage = None
         self._eval_hooks = [hook for hook in self.trainer.hooks if isinstance(hook, EvalHook)]
         self._timers = [hook for hook in self.trainer.hooks if isinstance(hook, IterationTimer)]
         self._with_progress = [
@@ -121,7 +121,7 @@ class PeriodicWriter(HookBase):
         is_interrupted = at_end and self.trainer.status != "finished"
         if is_interrupted:
             # before the last write, since a resumed run writes these values again
-            self._waiting = self._writer_states()
+            self._states_to_resume = self._writer_states()
         if not at_end:
             hooks_sec = sum(timer.hooks_sec_per_iter for timer in self._timers)
             eta_sec = estimate_eta_sec(storage, self.trainer.max_iter, hooks_sec)
@@ -136,8 +136,8 @@ class PeriodicWriter(HookBase):
         storage.clear_histograms()
         if at_end:
             # for a run that goes on; another one may train these iterations again
-            self._ended = self._writer_states()
-            self._ended_storage = self.trainer.storage
+            self._finished_states = self._writer_states()
+            self._finished_storage = self.trainer.storage
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
@@ -150,7 +150,8 @@ class PeriodicWriter(HookBase):
         """The writers' states after their last regular write, also if they are closed already."""
         if self.trainer is not None:
             self.trainer.storage.flush()
-        return {"writers": self._waiting or self._ended or self._writer_states()}
+        states = self._states_to_resume or self._finished_states or self._writer_states()
+        return {"writers": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the states until training starts, since writers cut their files only then.
@@ -162,7 +163,7 @@ class PeriodicWriter(HookBase):
             for entry in waiting:
                 entry["state"] = dict(entry["state"])
                 entry["class"] = str(entry["class"])
-            self._waiting = waiting
+            self._states_to_resume = waiting
 
     def _writer_states(self) -> list[dict[str, Any]]:
         return [

@@ -28,9 +28,8 @@ class HistoryBuffer:
         self._iterations = array("q")
         self._count = 0
         self._sum = 0.0
-        self._medians: dict[
-            int, float
-        ] = {}  # of the windows that were asked for since the last put
+        # window size -> median, of those that were asked for since the last put
+        self._medians: dict[int, float] = {}
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Append a value; ``iteration`` defaults to the number of values before."""

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.utils.device import runs_ahead
 from trainkit.utils.events.history import HistoryBuffer
+from trainkit.utils.events.images import Histogram, Image, histogram_of, showable_image
 from trainkit.utils.events.worker import Numbers, Worker
 from trainkit.utils.numbers import one_number
 
@@ -91,18 +92,6 @@ def other_threads_have_storages() -> bool:
 def _mark_as_worker() -> None:
     """Called in the thread of a `Worker`."""
     _thread.is_worker = True
-
-
-class Image(NamedTuple):
-    name: str
-    tensor: Tensor
-    iter: int
-
-
-class Histogram(NamedTuple):
-    name: str
-    iter: int
-    raw: dict[str, Any]  # the keyword arguments of SummaryWriter.add_histogram_raw
 
 
 class EventStorage:
@@ -214,41 +203,8 @@ class EventStorage:
             ValueError: it has another shape or type, no pixel, or other than 1, 3 or 4 channels.
         """
         name = self._prefix + img_name
-        image = self._make_showable(name, img_tensor)
+        image = showable_image(name, img_tensor, self._warn_once)
         self._images.append(Image(name, image, self.iter))
-
-    def _make_showable(self, name: str, image: Any) -> Any:
-        """``image`` itself if every writer can show it, else a copy that they can show."""
-        try:
-            tensor = torch.as_tensor(image)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"image {name!r} must be a tensor or an array, got {type(image).__name__}: {error}"
-            ) from error
-        if tensor.ndim != 3 or tensor.shape[0] not in (1, 3, 4) or tensor.numel() == 0:
-            raise ValueError(
-                f"image {name!r} has the shape {list(tensor.shape)}; accepted: [channel, height, "
-                "width] with 1, 3 or 4 channels, see permute() and unsqueeze()"
-            )
-        if tensor.dtype == torch.uint8:
-            return image
-        if tensor.dtype == torch.bool:
-            return tensor.detach().float()
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"image {name!r} has the type {tensor.dtype}; accepted: float in [0, 1], uint8 in "
-                "[0, 255], bool"
-            )
-        if tensor.dtype not in (torch.float32, torch.float64):
-            tensor = tensor.detach().float()  # NumPy has no bfloat16
-            image = tensor
-        if not runs_ahead(tensor.device):  # else the check would wait for the device
-            if tensor.isfinite().all():
-                return image
-            self._warn_once(
-                f"The image {name!r} has pixels that are not finite; they are shown as 0 or 1"
-            )
-        return tensor.detach().nan_to_num(nan=0.0, posinf=1.0, neginf=0.0)
 
     def put_histogram(self, hist_name: str, hist_tensor: Tensor, bins: int = 1000) -> None:
         """Keep the histogram of the finite values of a tensor of any shape, like an image.
@@ -259,41 +215,9 @@ class EventStorage:
             ValueError: these are no real numbers, or ``bins`` is below 1.
         """
         name = self._prefix + hist_name
-        if bins < 1:
-            raise ValueError(f"histogram {name!r} needs at least 1 bin, got bins={bins!r}")
-        try:
-            given = torch.as_tensor(hist_tensor).detach()
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"histogram {name!r} must be of a tensor or an array, got "
-                f"{type(hist_tensor).__name__}: {error}"
-            ) from error
-        if given.is_complex():
-            raise ValueError(
-                f"histogram {name!r} is of complex numbers; give their abs() or real part"
-            )
-        values = given.float().flatten().cpu()
-        is_finite = values.isfinite()
-        if not is_finite.all():
-            values = values[is_finite]
-            self._warn_once(f"The histogram {name!r} leaves out values that are not finite")
-        if values.numel() == 0:
-            self._warn_once(f"The histogram {name!r} has no finite value, so it is left out")
-            return
-        low = values.min().item()
-        high = values.max().item()
-        edges = torch.linspace(low, high, bins + 1, device="cpu")
-        counts = torch.histc(values, bins=bins)
-        raw: dict[str, Any] = {
-            "min": low,
-            "max": high,
-            "num": values.numel(),
-            "sum": values.sum().item(),
-            "sum_squares": values.square().sum().item(),
-            "bucket_limits": edges[1:].tolist(),
-            "bucket_counts": counts.tolist(),
-        }
-        self._histograms.append(Histogram(name, self.iter, raw))
+        raw = histogram_of(name, hist_tensor, bins, self._warn_once)
+        if raw is not None:
+            self._histograms.append(Histogram(name, self.iter, raw))
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:

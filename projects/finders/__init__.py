@@ -1,0 +1,1 @@
+"""Find a learning rate, the largest batch size, and the trainer in a user's script."""

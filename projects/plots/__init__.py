@@ -1,0 +1,1 @@
+"""Runs side by side, in a picture or on a page for a browser."""
