@@ -54,6 +54,7 @@ setup(
         "lazy": LAZY,
         "plot": ["matplotlib", "plotly>=6.3"],
         "models": ["torchvision", "timm", "transformers", "torchmetrics"],
+        "sweep": ["optuna>=4"],
         "docs": ["sphinx>=8", "myst-parser", "furo"],
         "wandb": ["wandb>=0.31", "pillow"],  # the latter: wandb takes it for images
         "safetensors": ["safetensors"],

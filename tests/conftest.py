@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 # the files that take longest, in this order
 LONGEST = [
     *("tests/fake_cuda/test_run", "projects/sharding/tests/test_fsdp"),
-    *("tests/tools/test_sweep", "tests/docs/test_replay", "projects/replay/tests/test_replay"),
+    *("tests/docs/test_replay", "projects/replay/tests/test_replay", "tests/docs/test_sweep"),
     *(
         "projects/preflight/tests/test_preflight",
         "tests/exactness/test_exactness",

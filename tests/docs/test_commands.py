@@ -120,6 +120,9 @@ def read_arguments(script, args):
     if script == "train.py":
         get_cfg().merge_from_list(default_argument_parser().parse_args(args).opts)
         return
+    if script == "sweep.py":
+        assert not args
+        return
     assert (ROOT / script).exists(), f"there is no {script}"
     tool, _ = tool_of(["python", script])
     if script == TRAIN:

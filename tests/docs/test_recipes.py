@@ -4,9 +4,7 @@ import copy
 import json
 import math
 import re
-import shlex
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,15 +15,12 @@ from torch.utils.data import DataLoader
 from tests.docs.pages import blocks, page, run
 from tests.engine.job import tiny_cfg
 from tests.projects.torchvision_here import need
-from tools import sweep
 from trainkit.config import CfgNode, get_cfg
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
 from trainkit.evaluation import inference_on_dataset
 from trainkit.solver import build_lr_scheduler
 
-PICTURES, STREAM, LORA, FOLDS, MEAN, GAN, SIMPLE, METRICS, TOKENS = blocks(
-    "docs/recipes.md", "python"
-)
+PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recipes.md", "python")
 OF_PICTURES, DECAY = blocks("docs/recipes.md", "yaml")
 
 
@@ -203,21 +198,3 @@ def test_the_rate_rises_to_the_base_and_falls_on_a_line():
     half = [0.0005 * (1 + math.cos(math.pi * (i - 100) / 900)) for i in range(100, 1000)]
     assert cosine == pytest.approx(rising + half, rel=1e-12, abs=1e-15)
     assert [*rates("SOLVER.RESCALE_INTERVAL", False)][100] == pytest.approx(0.0009)
-
-
-def test_the_mean_over_folds_is_that_of_the_table_of_the_sweep(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(
-        "import json, pathlib, sys\n"
-        "words = sys.argv[sys.argv.index('OUTPUT_DIR') :]\n"
-        "given = dict(zip(words[::2], words[1::2]))\n"
-        "folder = pathlib.Path(given['OUTPUT_DIR'])\n"
-        "folder.mkdir(exist_ok=True)\n"
-        "line = {'iteration': 1, 'total_loss': int(given['INPUT.FOLD']) ** 2}\n"
-        "(folder / 'metrics.json').write_text(json.dumps(line))\n"
-    )
-    command = re.search(r"`python tools/sweep.py (output/folds [^`]+)`", page("docs/recipes.md"))
-    Path("output").mkdir()
-    sweep.main(sweep.parse_args(shlex.split(command[1])))
-    names = run(MEAN, "recipes.md")
-    assert (names["mean"], names["deviation"]) == (6.0, pytest.approx(math.sqrt(43.5)))
