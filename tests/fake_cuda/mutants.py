@@ -37,7 +37,7 @@ numbers are copied into pageable memory | waits | , device="cpu", pin_memory=Tru
 pinned memory on the default device | trainers | , device="cpu", pin_memory=True) | , pin_memory=True)
 the worker has the first GPU | trainers | use_device(device_index) | pass
 trainkit/utils/device.py
-an event on another device | waits | event.record(torch.accelerator.current_stream(device)) | event.record()
+an event on another device | waits | event.record(stream) | event.record()
 a wait makes a context on the current GPU | waits | with torch.accelerator.device_index(event.device.index): | if True:
 a thread that waits spins | waits | torch.cuda.Event(blocking=True) | torch.cuda.Event()
 the copies of a batch block | waits | non_blocking=runs_ahead(device) | non_blocking=False
@@ -59,19 +59,19 @@ batches are copied on the stream of the computation | copies | with self._stream
 projects/async_save/format.py
 the thread of saves has the first GPU | trainers | use_device(device_index) | pass
 projects/async_save/host_copy.py
-a save leaves no reserve on the device | trainers | - total // 10 | - 0
+a save leaves no reserve on the device | trainers | reserve = total // 10 | reserve = 0
 a copy is written before it has arrived | trainers | wait_for(arrival) | pass
 the copy to the host does not wait for that on the device | races | stream.wait_stream( | str(
 memory is free before it is copied | trainers | (new_event(device), to_host) | (new_event(device), ())
-the copy of a state blocks | waits | non_blocking=pinned | non_blocking=False
+the copy of a state blocks | waits | non_blocking=is_pinned | non_blocking=False
 trainkit/checkpoint/checkpointer.py
 a save takes the memory of one under way | trainers | with contextlib.suppress(CheckpointError):  # of an | if False:  #
 projects/non_finite/policies.py
-the flag is not given to the optimizer | trainers | found_inf = None, flag | found_inf = None, 0 * flag
-a skipped step changes the buffers | trainers | if name in self._former_buffers: | if False:
+the flag is not given to the optimizer | trainers | optimizer.found_inf = flag | optimizer.found_inf = 0 * flag
+a skipped step changes the buffers | trainers | if former is not None: | if False:
 the flag is read by the host | not finite | elif not skips_on_device(optimizer): | elif True:
 projects/logical_ranks/trainer.py
-means are sorted by a list of places | waits | torch.stack(ascending) | torch.stack(ascending)[[*range(len(ascending))]]
+means are sorted by a list of places | waits | torch.stack(in_order) | torch.stack(in_order)[[*range(len(in_order))]]
 projects/graph/recorder.py
 no thread may call CUDA during a recording | graph | "thread_local" | "global"
 the memory pool of recordings is not kept | graph | self._newest = graph | pass

@@ -302,7 +302,7 @@ class SimpleTrainer(TrainerBase):
             return self.model(batch)
         except Exception as error:
             explain_unused_parameters(self.model, error)
-            if self._is_first_step:
+            if self._is_first_step and self.iter == 0:  # a resumed run has called it before
                 explain_first_call(batch, error)
             raise
 
