@@ -209,7 +209,7 @@ def test_a_plug_in_that_cannot_add_its_keys_is_an_error_that_names_it(plug_in):
     plug_in("mine", "def add_config(cfg):\n    cfg.NOT_THERE.A = 1")
     with pytest.raises(
         ConfigError,
-        match=r"add_config of the plug-in mine.plugin fails: AttributeError: .*NOT_THERE",
+        match=r"add_config of the plug-in mine.plugin fails: NoSuchKeyError: .*NOT_THERE",
     ):
         get_cfg()
 

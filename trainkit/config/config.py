@@ -29,6 +29,22 @@ _ACCEPTED = {
 }
 
 
+class NoSuchKeyError(AttributeError):
+    """A node has no such attribute.
+
+    The message names the most similar key. It is made only when it is shown, since ``hasattr`` asks
+    for many attributes.
+    """
+
+    def __init__(self, name: str, known: list[str]) -> None:
+        super().__init__(name, known)
+
+    def __str__(self) -> str:
+        name, known = self.args
+        hint = did_you_mean(name, known).strip()
+        return f"this node of the config has no key {name!r}. {hint}".rstrip(". ")
+
+
 class CfgNode(_FvcoreCfgNode):
     """A node of a config: keys with values or further nodes, as attributes and as items.
 
@@ -50,9 +66,7 @@ class CfgNode(_FvcoreCfgNode):
         try:
             return self[name]
         except KeyError:
-            hint = did_you_mean(name, list(self)).strip()
-            text = f"this node of the config has no key {name!r}. {hint}".rstrip(". ")
-            raise AttributeError(text) from None
+            raise NoSuchKeyError(name, list(self)) from None
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self]
