@@ -72,7 +72,7 @@ class DeepClusterHook(ClusterHook):
         label_key: str = "label",
     ) -> None:
         super().__init__(reweight, reweight_pow)
-        options = {"type": "Kmeans", "pca_dim": 256}
+        options: dict[str, Any] = {"type": "Kmeans", "pca_dim": 256}
         for key, value in clustering.items():
             options[str(key).lower()] = value
         if options["type"] != "Kmeans" or options.keys() != {"type", "k", "pca_dim"}:
