@@ -32,17 +32,16 @@ _ACCEPTED = {
 class NoSuchKeyError(AttributeError):
     """A node has no such attribute.
 
-    The message names the most similar key. It is made only when it is shown, since ``hasattr`` asks
-    for many attributes.
+    The message ends with the most similar key. It is looked for only when the message is shown,
+    since ``hasattr`` asks for many attributes.
     """
 
-    def __init__(self, name: str, known: list[str]) -> None:
-        super().__init__(name, known)
+    def __init__(self, text: str, name: str, known: list[str]) -> None:
+        super().__init__(text, name, known)
 
     def __str__(self) -> str:
-        name, known = self.args
-        hint = did_you_mean(name, known).strip()
-        return f"this node of the config has no key {name!r}. {hint}".rstrip(". ")
+        text, name, known = self.args
+        return f"{text}. {did_you_mean(name, known)}".rstrip(". ")
 
 
 class CfgNode(_FvcoreCfgNode):
@@ -66,7 +65,8 @@ class CfgNode(_FvcoreCfgNode):
         try:
             return self[name]
         except KeyError:
-            raise NoSuchKeyError(name, list(self)) from None
+            text = f"this node of the config has no key {name!r}"
+            raise NoSuchKeyError(text, name, list(self)) from None
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self]
