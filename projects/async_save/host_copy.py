@@ -15,6 +15,7 @@ from trainkit.utils.device import new_event, runs_ahead, wait_for
 # bytes; torch rounds pinned memory up to a power of two, so that one large block wastes much
 BLOCK_SIZE = 1 << 28
 _ALIGNMENT = 64  # bytes
+_SMALL = 1 << 16  # bytes
 _Address: TypeAlias = tuple[torch.device, int, int]  # device, address, number of bytes
 _Memory: TypeAlias = Mapping[torch.device, Sequence[Tensor]]
 
@@ -95,10 +96,16 @@ class HostCopy:
         snapshot: bool,
     ) -> dict[_Address, UntypedStorage]:
         is_pinned = device.type != "cpu"
+        copies: dict[_Address, UntypedStorage] = {}
+        if not is_pinned:
+            # to allocate a small one is faster than to find its place in a block
+            small = {at: storage for at, storage in originals.items() if storage.nbytes() <= _SMALL}
+            for address, storage in small.items():
+                copies[address] = storage.clone()
+            originals = {at: originals[at] for at in originals.keys() - small.keys()}
         blocks = _blocks(originals)
         room = _room(device) if is_pinned and snapshot else 0
         left = sum(size for _, size in blocks)
-        copies: dict[_Address, UntypedStorage] = {}
         to_host: list[tuple[Tensor, Tensor]] = []  # (part of a block, its copy on the device)
         self.memory[device] = []
         for places, size in blocks:
