@@ -93,9 +93,9 @@ def test_the_file_is_the_same_byte_for_byte(tmp_path):
     assert names(tmp_path / "async_save") == ["last_checkpoint", "model.pth", "run_id"]
 
 
-@pytest.mark.parametrize(("num", "is_kept"), [(1200, True), (1300, False)])
+@pytest.mark.parametrize(("num", "is_kept"), [(120_000, True), (130_000, False)])
 def test_a_state_that_has_grown_by_a_fifth_takes_the_host_memory_of_the_last_copy(num, is_kept):
-    first = HostCopy({"weight": torch.zeros(1000)})
+    first = HostCopy({"weight": torch.zeros(100_000)})
     second = HostCopy({"weight": torch.arange(float(num))}, first.memory)
     assert torch.equal(second.state()["weight"], torch.arange(float(num)))
     cpu = torch.device("cpu")
