@@ -54,6 +54,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=place)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A resumed job may have taken over more threads; a process that is forked then hangs in torch."""
+    yield
+    torch.set_num_threads(1)
+
+
 def pytest_collection_finish():
     """What is imported and collected stays: a garbage collection, of which jobs do many, need not look through it."""
     gc.collect()
