@@ -60,7 +60,7 @@ def train(folder, *options, name="cuda", hooks=()):
 
 
 def resumes_exactly(folder, *options):
-    check(Configured(*options, make_cfg=config), folder, num_kills=2)
+    check(Configured(*options, make_cfg=config), folder / "exact", num_kills=2)
 
 
 @TRANSFORM_REGISTRY.register()

@@ -133,6 +133,6 @@ def test_beside_its_steps_a_run_waits_twice_for_each_save_and_in_evaluations(tmp
     )
     del places["build.py:build_model"]
     assert places == {
-        "losses.py:<listcomp>": 6,  # whether the model is finite, before each save; one read for all
+        "finite.py:are_certainly_finite": 6,  # before each save; one read for all values
         "evaluator.py:process": 12,  # the labels and the predictions of a batch
     }
