@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from trainkit.projects.finders.command import only_logging, positive
+from trainkit.projects.finders.command import new_parser, only_logging, positive
 from trainkit.projects.finders.memory import has_room, search
-from trainkit.projects.finders.script import SCRIPT_HELP, find_trainer
+from trainkit.projects.finders.script import find_trainer
 from trainkit.projects.finders.trial import trial
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
@@ -123,16 +123,7 @@ def try_sizes(
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainkit.projects.finders.batch_size",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config-file", default="", metavar="FILE", help="the job; without it, all defaults"
-    )
-    parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
+    parser = new_parser("trainkit.projects.finders.batch_size", __doc__)
     parser.add_argument(
         "--steps",
         type=positive,

@@ -5,8 +5,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trainkit.projects.finders.script import SCRIPT_HELP
+
 from trainkit.config import ConfigError
 from trainkit.utils.logger import close_logger, setup_logger
+
+
+def new_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that say what the job is."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config-file", default="", metavar="FILE", help="the job; without it, all defaults"
+    )
+    parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
+    return parser
 
 
 def positive(text: str) -> int:

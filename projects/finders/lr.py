@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from trainkit.projects.finders.command import check_writable, only_logging
-from trainkit.projects.finders.script import SCRIPT_HELP, find_trainer
+from trainkit.projects.finders.command import check_writable, new_parser, only_logging
+from trainkit.projects.finders.script import find_trainer
 from trainkit.projects.finders.trial import trial
 
 from trainkit.config import CfgNode, ConfigError, get_cfg
@@ -180,16 +180,7 @@ def draw(points: Sequence[Point], suggested: float, path: Path) -> None:
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainkit.projects.finders.lr",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config-file", default="", metavar="FILE", help="the job; without it, all defaults"
-    )
-    parser.add_argument("--script", default="", metavar="FILE", help=SCRIPT_HELP)
+    parser = new_parser("trainkit.projects.finders.lr", __doc__)
     parser.add_argument(
         "--min", type=float, default=1e-5, help="the first learning rate (default %(default)s)"
     )

@@ -91,11 +91,17 @@ class HandWrittenLoop(BareLoop):
         start = time.perf_counter()
         batch = next(self.batches)
         data_time = time.perf_counter() - start
-        losses = self.model(batch)
-        total = losses["loss_mse"] + losses["loss_l1"]
+        losses, total = self.forward(batch)
         self.optimizer.zero_grad()
-        total.backward()
+        self.backward(total)
         return losses, data_time
+
+    def forward(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+        losses = self.model(batch)
+        return losses, losses["loss_mse"] + losses["loss_l1"]
+
+    def backward(self, total: Tensor) -> None:
+        total.backward()
 
     def read(self, losses: Mapping[str, Tensor]) -> dict[str, float]:
         values = {name: loss.item() for name, loss in losses.items()}
@@ -173,16 +179,9 @@ def median(history: deque[tuple[int, float]]) -> float:
 class HalfPrecisionLoop(HandWrittenLoop):
     """With the forward pass in bfloat16."""
 
-    def compute_gradients(self) -> tuple[dict[str, Tensor], float]:
+    def forward(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
-            start = time.perf_counter()
-            batch = next(self.batches)
-            data_time = time.perf_counter() - start
-            losses = self.model(batch)
-            total = losses["loss_mse"] + losses["loss_l1"]
-        self.optimizer.zero_grad()
-        total.backward()
-        return losses, data_time
+            return super().forward(batch)
 
 
 class AccumulatingLoop(HandWrittenLoop):

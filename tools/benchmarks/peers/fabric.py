@@ -1,6 +1,5 @@
 """https://lightning.ai/docs/fabric: the loop by hand, with Fabric's model, optimizer and backward."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,15 +16,8 @@ class FabricLoop(HandWrittenLoop):
         self.fabric = Fabric(accelerator="cpu", devices=1)
         self.model, self.optimizer = self.fabric.setup(self.model, self.optimizer)
 
-    def compute_gradients(self) -> tuple[dict[str, Tensor], float]:
-        start = time.perf_counter()
-        batch = next(self.batches)
-        data_time = time.perf_counter() - start
-        losses = self.model(batch)
-        total = losses["loss_mse"] + losses["loss_l1"]
-        self.optimizer.zero_grad()
+    def backward(self, total: Tensor) -> None:
         self.fabric.backward(total)
-        return losses, data_time
 
 
 def make(folder: Path) -> Callable[[int], float]:

@@ -185,8 +185,10 @@ class CommonMetricPrinter(EventWriter):
         fields = []
         if self._max_iter is not None:
             # that of `PeriodicWriter` counts the time of the hooks too
-            eta_sec, iter_of_eta = storage.latest().get("eta_seconds", (None, -1))
-            if iter_of_eta != storage.iter:
+            stored = storage.histories().get("eta_seconds")
+            if stored is not None and stored.latest_with_iter()[1] == storage.iter:
+                eta_sec: float | None = stored.latest()
+            else:
                 eta_sec = estimate_eta_sec(storage, self._max_iter)
             if eta_sec is not None:
                 fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
