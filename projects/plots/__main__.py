@@ -56,12 +56,12 @@ def main(args: argparse.Namespace) -> list[Path]:
     """
     outputs = args.output or [None]
     for path in outputs:
-        _drawing_module(path)  # now, before anything is read
+        drawing_module(path)  # now, before anything is read
     runs = read_runs(args.runs)
     panels = choose_panels(runs)
     written = []
     for path in outputs:
-        module = _drawing_module(path)
+        module = drawing_module(path)
         if path is not None and path.suffix.lower() in _PAGES:
             module.write_page(path, runs, panels)
             written.append(path)
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> list[Path]:
     return written
 
 
-def _drawing_module(path: Path | None) -> Any:
+def drawing_module(path: Path | None) -> Any:
     """The module that writes such a file; each needs another optional package."""
     is_page = path is not None and path.suffix.lower() in _PAGES
     name = "page" if is_page else "picture"

@@ -14,10 +14,9 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image
+from trainkit.projects.plots.__main__ import drawing_module
 from trainkit.projects.plots.browser import find_chromium, take_screenshot
-from trainkit.projects.plots.page import write_page
 from trainkit.projects.plots.panels import choose_panels
-from trainkit.projects.plots.picture import save_picture
 from trainkit.projects.plots.runs import read_runs
 
 IMAGES = Path("docs/images")
@@ -41,6 +40,8 @@ _PAGE_SIZE = (1280, 1310)
 
 def main() -> None:
     """Write curves.png, and page.png if there is a browser."""
+    write_page = drawing_module(Path("page.html")).write_page
+    save_picture = drawing_module(Path("curves.png")).save_picture
     with tempfile.TemporaryDirectory() as scratch:
         folders = [train(Path(scratch) / name, settings) for name, settings in _RUNS.items()]
         runs = read_runs([str(folder) for folder in folders])
