@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.differences import read_whole
+
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("weights", "optimizer", "metrics")
 CLOCK_READING = re.compile(
@@ -125,11 +127,6 @@ def digests(folder: Path) -> dict[str, str]:
     Raises:
         ValueError: a part is empty, so its digest would say nothing.
     """
-    # here, because a script finds it only after the line at the end
-    from tools.inspect_checkpoint import (
-        read_whole,
-    )
-
     state = read_whole(str(folder / "model_final.pth"))
     lines = (folder / "metrics.json").read_text().splitlines()
     contents = {

@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from inspect_checkpoint import compare_folders
+from inspect_checkpoint import compare
 
 from trainkit.utils.logger import printable
 
@@ -99,7 +99,7 @@ def kill_and_compare(words: list[str], num_kills: int, seed: int, folder: Path) 
                 flush=True,
             )
             continue
-        text, differs = compare_folders(str(whole), str(run))
+        text, differs = compare(str(whole), str(run))
         print(printable(f"{run.name} has ended\n{text}"), flush=True)
         are_identical = are_identical and not differs
         if num_done == num_kills:

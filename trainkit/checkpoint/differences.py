@@ -152,13 +152,13 @@ def files_in(folder: str | os.PathLike[str], suffix: str) -> list[str]:
     return found
 
 
-def differing_checkpoints(
+def differing_files(
     left: str, right: str, readings: Collection[str] = CLOCK_READINGS
 ) -> Iterator[str]:
-    """Each place where the checkpoints of two runs differ, as ``file: path: description``.
+    """Each place where two checkpoints differ, as ``path: description``.
 
     Args:
-        left: the folder of a run.
+        left: the path of a file.
         right: that of the other one.
         readings: the names of clock readings, which are left out.
 
@@ -169,6 +169,16 @@ def differing_checkpoints(
     def is_left_out(key: Any, path: str) -> bool:
         return is_of_the_clock(path, readings)
 
+    yield from differing(read_whole(left), read_whole(right), skip=is_left_out)
+
+
+def differing_checkpoints(
+    left: str, right: str, readings: Collection[str] = CLOCK_READINGS
+) -> Iterator[str]:
+    """Each place where the checkpoints in two folders differ, as ``file: path: description``.
+
+    Arguments and errors as above.
+    """
     mine = files_in(left, SUFFIX)
     others = files_in(right, SUFFIX)
     for name in sorted({*mine, *others}):
@@ -177,9 +187,8 @@ def differing_checkpoints(
         elif name not in mine:
             yield f"{name}: only in the second"
         else:
-            state = read_whole(os.path.join(left, name))
-            other = read_whole(os.path.join(right, name))
-            for difference in differing(state, other, skip=is_left_out):
+            pair = os.path.join(left, name), os.path.join(right, name)
+            for difference in differing_files(*pair, readings):
                 yield f"{name}: {difference}"
 
 

@@ -19,6 +19,7 @@ from trainkit.checkpoint.atomic import CheckpointError, replacing
 from trainkit.utils.file_io import refuse_pipe
 
 SUFFIX = ".pth"
+_PICKLE = b"\x80"  # the first byte of a pickle
 _IS_FOLDER = 0x10  # this bit of a record's attributes marks a folder
 
 ORDINARY = (Tensor, torch.nn.Parameter)
@@ -63,8 +64,11 @@ def read_file(path: str | os.PathLike[str], map_location: Any = "cpu", kind: typ
     try:
         refuse_pipe(path)
         with open(path, "rb") as file:
-            if file.read(2) == b"PK":
+            begin = file.read(2)
+            if begin == b"PK":
                 _check_records(file)
+            elif begin and not begin.startswith(_PICKLE):
+                raise ValueError(f"it starts with {begin!r}, not as an archive or a pickle")
             file.seek(0)
             state = torch.load(file, map_location=map_location, weights_only=True)
     except OSError as error:

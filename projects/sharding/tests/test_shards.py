@@ -13,8 +13,8 @@ from trainkit.projects.sharding.format import files_of
 
 from tests.checkpoint.test_safety import Evil
 from tests.tools.test_inspect_checkpoint import damage, inspect, rows
-from tools.inspect_checkpoint import compare_files
 from trainkit.checkpoint import Checkpointer, CheckpointError
+from trainkit.checkpoint.differences import differing_files
 from trainkit.checkpoint.file import write_file
 
 __all__ = ["inspect"]
@@ -67,7 +67,7 @@ READERS = {
     "weights": lambda path: Checkpointer(Vector(), path.parent).resume_or_load(path, resume=False),
     "resume": lambda path: Checkpointer(Vector(), path.parent).resume_or_load("", resume=True),
     "publish": publish_weights,
-    "compare": lambda path: compare_files(str(path), str(path)),
+    "compare": lambda path: list(differing_files(str(path), str(path))),
 }
 
 
@@ -190,8 +190,9 @@ def test_shards_belong_to_their_file(tmp_path, inspect):
     size = sum(path.stat().st_size for path in folder.iterdir())
     code, out, _ = inspect(one, "--all")
     assert code == 0
-    assert f"one.shards-01234567, {size / 1024:.4g} KiB\n" in out
-    assert rows(out)["weight"] == ["weight", "[4]", "float32", "16", "B"]
+    mib = (one.stat().st_size + size) / 2**20
+    assert rows(out)["one.pth"] == ["one.pth", "10", f"{mib:.3f}", "intact"]
+    assert rows(out)["model/weight"] == ["model/weight", "float32", "[4]"]
     assert (
         inspect(one, other)[1]
         == "model/weight: 4 of 4 values, by at most 0.5\ndifferent in 1 places\n"
