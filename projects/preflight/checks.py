@@ -20,6 +20,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 from torch.utils.data import ConcatDataset
 from trainkit.projects.preflight.divided import READ_SEC, Draw, missing
 from trainkit.projects.preflight.evaluated import (
+    Answers,
     Evaluation,
     ask_model,
     confused,
@@ -28,7 +29,8 @@ from trainkit.projects.preflight.evaluated import (
 )
 from trainkit.projects.preflight.fields import Field, compare, fields_of, has_enough
 from trainkit.projects.preflight.findings import LOOK, Finding, NotAsked, check, judge, some
-from trainkit.projects.preflight.job import EVALUATED, STEPS, Job, digest
+from trainkit.projects.preflight.job import CONSTANT_RATE, EVALUATED, STEPS, Job, digest
+from trainkit.projects.preflight.learned import learn_batches
 from trainkit.projects.preflight.options import KILLED, reads
 from trainkit.projects.preflight.rates import ends_early, first_rates, never_come, rates_of
 from trainkit.projects.preflight.samples import (
@@ -61,16 +63,16 @@ def runs(job: Job) -> Finding:
 @check
 def learns(job: Job) -> Iterator[Finding]:
     """Does it learn at all?"""
-    constant_rate: list[Any] = ["SOLVER.LR_SCHEDULER_NAME", "WarmupMultiStepLR"]
-    constant_rate += ["SOLVER.WARMUP_ITERS", 0]
-    constant_rate += ["SOLVER.STEPS", ()]
-    trainer = job.build(*constant_rate)
+    trainer = job.build(*CONSTANT_RATE)
     trainer.data_loader = job.batches[:1] * 32
     job.evaluation = job.make(trainer, 30, Evaluation)
     job.learned = trainer
-    job.answers = ask_model(unwrap_model(trainer.model), job.batches[1:])
+    model = unwrap_model(trainer.model)
+    job.own_answers = ask_model(model, job.batches[:1])
+    num_of_first_pass = job.num_of_first_pass(len(job.batches))
+    job.answers = ask_model(model, job.batches[1:num_of_first_pass])
     if "total_loss" not in trainer.storage.latest():
-        raise NotAsked("this trainer stores no total_loss", "learns, first_loss, labels")
+        raise NotAsked("this trainer stores no total_loss", "learns, first_loss")
     losses = [value for value, _ in trainer.storage.history("total_loss").values()]
     first = losses[0]
     last = losses[-1]
@@ -84,11 +86,9 @@ def learns(job: Job) -> Iterator[Finding]:
     advice = "try a lower SOLVER.BASE_LR; does the model see its input?"
     yield judge("learns", not is_learned, text, advice)
 
-    classes: set[int] = set()
-    for batch in job.batches:
-        classes.update(classes_of(batch, ndim=1))
+    classes = _classes_in(job.batches)
     if len(classes) < 2:
-        raise NotAsked("no classification", "first_loss, labels")
+        raise NotAsked("no classification", "first_loss")
     if job.cfg.MODEL.WEIGHTS:
         yield Finding("first_loss", "not asked", "MODEL.WEIGHTS may know the classes already")
     else:
@@ -97,13 +97,12 @@ def learns(job: Job) -> Iterator[Finding]:
         is_far = not 0.5 < ratio < 2
         yield judge("first_loss", is_far, text, "let the first outputs be small", LOOK)
 
-    if len(learned_labels) < 4 * len(classes) or job.answers is None:
-        raise NotAsked(
-            "a batch has few samples of each class, or the model returns no logits", "labels"
-        )
-    text = f"with one batch learned, {job.answers.share:.0%} of others are right"
-    text += f"; by chance it would be {job.answers.chance:.0%}"
-    yield judge("labels", job.answers.is_guessed, text, "do they belong to the inputs?")
+
+def _classes_in(batches: Iterable[Any]) -> set[int]:
+    classes: set[int] = set()
+    for batch in batches:
+        classes.update(classes_of(batch, ndim=1))
+    return classes
 
 
 def _loss_of_constant(labels: list[int]) -> float:
@@ -113,6 +112,35 @@ def _loss_of_constant(labels: list[int]) -> float:
         share = number / len(labels)
         loss -= share * math.log(share)
     return loss
+
+
+@check
+def labels(job: Job) -> Finding:
+    """Do the labels belong to the inputs?"""
+    classes = _classes_in(job.batches)
+    if len(classes) < 2 or job.answers is None:
+        raise NotAsked("no classification, the model returns no logits, or TRAIN is one batch")
+    if len(job.own_answers.truth) < 4 * len(classes):
+        raise NotAsked("a batch has few samples of each class")
+    text = f"with one batch learned, {_right_and_chance(job.answers)}"
+    if job.answers.is_above_chance(3):
+        return judge("labels", False, text)
+    # a model that does not know its own batch says nothing of others
+    if job.own_answers.share < 0.9:
+        raise NotAsked(
+            f"the model knows only {job.own_answers.share:.0%} of the batch that it has learned"
+        )
+    if comm.get_world_size() > 1:  # all ranks would have to agree to learn more
+        raise NotAsked(f"{text}; more batches are learned with one process only")
+    # one batch may teach too little of a hard task
+    learned = learn_batches(job, len(classes))
+    text = f"with {learned.number} samples learned, {_right_and_chance(learned.answers)}"
+    advice = "do they belong to the inputs? or can so few samples teach nothing?"
+    return judge("labels", not learned.answers.is_above_chance(3), text, advice, LOOK)
+
+
+def _right_and_chance(answers: Answers) -> str:
+    return f"{answers.share:.0%} of others are right; by chance it would be {answers.chance:.0%}"
 
 
 @check
@@ -391,7 +419,7 @@ def _val_batches(job: Job, model: nn.Module) -> tuple[list[Any], str]:
 def _val_labels(train: Any, val: Any) -> Finding:
     if train is None or val is None:
         return Finding("val_labels", "not asked", "no classification")
-    if not train.is_known:
+    if not train.is_above_chance(5):
         text = "with one batch learned, the model knows too little of others in TRAIN"
         return Finding("val_labels", "not asked", text)
     if train.share < val.chance + 5 * val.error:
@@ -402,7 +430,7 @@ def _val_labels(train: Any, val: Any) -> Finding:
     )
     text += f"; by chance it would be {val.chance:.0%}"
     advice = "do its labels belong to its inputs, with the same numbers of classes?"
-    if val.is_guessed:
+    if not val.is_above_chance(2):
         return judge("val_labels", True, text, advice)
     classes = [*confused(train, val)]
     if classes:

@@ -134,13 +134,9 @@ class Answers(NamedTuple):
         variance = self.chance * (1 - self.chance)
         return math.sqrt(max(variance, 1 / len(self.truth)) / len(self.truth))
 
-    @property
-    def is_guessed(self) -> bool:
-        return self.share <= self.chance + 2 * self.error
-
-    @property
-    def is_known(self) -> bool:
-        return self.share > self.chance + 5 * self.error
+    def is_above_chance(self, num_errors: float) -> bool:
+        """Whether more answers are right than by chance, and by so many standard errors."""
+        return self.share > self.chance + num_errors * self.error
 
     def share_of(self, label: int) -> float:
         given = self.given[self.truth == label]

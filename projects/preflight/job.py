@@ -34,6 +34,15 @@ from trainkit.utils.env import seed_all_rng
 STEPS = 20  # of the ordinary run
 NEVER = 10**9  # iterations
 EVALUATED = 4  # batches of an evaluation
+# settings: the full learning rate from the first step on
+CONSTANT_RATE: tuple[Any, ...] = (
+    "SOLVER.LR_SCHEDULER_NAME",
+    "WarmupMultiStepLR",
+    "SOLVER.WARMUP_ITERS",
+    0,
+    "SOLVER.STEPS",
+    (),
+)
 _READS = {
     "_local_scalar_dense",
     "equal",
@@ -266,7 +275,8 @@ class Job:
         self._number = 0  # of trainers that were built
         self.learned: Any = None  # a trainer that has learned one batch
         self.evaluation: Any = None  # its `Evaluation`
-        self.answers: Any = None  # the `Answers` of its model for other batches of TRAIN
+        self.own_answers: Any = None  # the `Answers` of its model for this batch
+        self.answers: Any = None  # those for other batches of the first pass over TRAIN
         self.cfg.merge_from_other_cfg(given)
         record_reads(self.cfg)
 
@@ -331,6 +341,12 @@ class Job:
         self.sec = {part: sec / num_odd_steps for part, sec in self.watcher.sec.items()}
         trainer = self.build()
         self.batches = [trainer.fetch() for _ in range(8)]
+
+    def num_of_first_pass(self, most: int) -> int:
+        """How many of the first batches are of the first pass over TRAIN, where no sample is twice."""
+        if not self.trainer.has_epochs:
+            return most
+        return min(most, int(self.trainer.epoch_length))
 
     def largest_batch(self, times: float) -> str:
         """The largest size of a batch in words; ``times`` the present one fits for sure."""

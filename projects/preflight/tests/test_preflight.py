@@ -16,11 +16,15 @@ from torch import nn
 from trainkit.projects.preflight import checks, job
 from trainkit.projects.preflight.divided import Draw, missing
 from trainkit.projects.preflight.evaluated import Answers
+from trainkit.projects.preflight.findings import LOOK
 
+from projects.digits import load_split
 from tests.cuda import needs_cuda
 from tests.docs.pages import blocks, page
 from tests.engine.job import tiny_cfg
 from tests.forked import run_forked, script
+from trainkit.config import get_cfg
+from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, SimpleTrainer
 
 PAGE = "docs/preflight.md"
@@ -249,9 +253,63 @@ def test_the_share_that_is_right_by_chance_is_that_of_shuffled_answers():
     ]
     answers = Answers(truth, given)
     assert answers.chance == pytest.approx(float(sum(shuffled) / 2_000), abs=0.002)
-    assert answers.is_guessed
-    assert not answers.is_known
-    assert Answers(truth, truth).is_known
+    assert not answers.is_above_chance(2)
+    assert Answers(truth, truth).is_above_chance(5)
+
+
+def labels_of_scans(folder, *options):
+    """The verdict about the labels of the digits, after the model has learned."""
+    cfg = get_cfg()
+    cfg.merge_from_file("projects/digits/config.yaml")
+    cfg.merge_from_list(["OUTPUT_DIR", str(folder), "LOG.WRITERS", [], *options])
+    given = cfg.clone()
+    trainer = DefaultTrainer(cfg)
+    scans = job.Job(trainer, given, "")
+    scans.make_steps()
+    found = [*scans.ask(checks.learns), *scans.ask(checks.labels)]
+    return {finding.name: finding.verdict for finding in found}["labels"]
+
+
+def register_scans(name, noise, is_shuffled=False):
+    """Scans with a noise of this deviation; the pixels are between 0 and 1."""
+    rng = np.random.default_rng(0)
+    samples = load_split("train")
+    labels = [sample["label"] for sample in samples]
+    if is_shuffled:
+        rng.shuffle(labels)
+    noisy = []
+    for sample, label in zip(samples, labels, strict=True):
+        image = sample["image"] + rng.normal(0, 16 * noise, (8, 8))
+        noisy.append({"image": image.astype(np.float32), "label": label})
+    DatasetCatalog.register(name, lambda: noisy)
+
+
+@pytest.mark.parametrize("batch_size", [40, 64])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_labels_that_belong_to_noisy_inputs_are_no_finding(tmp_path, batch_size, seed):
+    name = f"noisy_{batch_size}_{seed}"
+    register_scans(name, noise=1)
+    options = ["DATASETS.TRAIN", [name], "SEED", seed, "SOLVER.IMS_PER_BATCH", batch_size]
+    assert labels_of_scans(tmp_path, *options) == "sound"
+
+
+def test_shuffled_labels_of_noisy_inputs_are_a_finding(tmp_path):
+    register_scans("noisy_shuffled", noise=1, is_shuffled=True)
+    options = ["DATASETS.TRAIN", ["noisy_shuffled"], "SOLVER.IMS_PER_BATCH", 40]
+    assert labels_of_scans(tmp_path, *options) == LOOK
+
+
+def test_a_model_that_does_not_know_its_own_batch_is_not_asked_for_others(tmp_path):
+    options = ["SOLVER.BASE_LR", 1.0, "SOLVER.IMS_PER_BATCH", 40]
+    assert labels_of_scans(tmp_path, *options) == "not asked"
+
+
+def test_too_few_samples_are_not_asked_for(tmp_path):
+    register_scans("noisy_short", noise=1, is_shuffled=True)
+    samples = DatasetCatalog.get("noisy_short")[:150]
+    DatasetCatalog.register("noisy_few", lambda: samples)
+    options = ["DATASETS.TRAIN", ["noisy_few"], "SOLVER.IMS_PER_BATCH", 40]
+    assert labels_of_scans(tmp_path, *options) == "not asked"
 
 
 def test_a_class_is_missing_only_if_so_many_samples_of_it_were_to_be_expected():
