@@ -5,7 +5,6 @@ import math
 import os
 import resource
 import shutil
-import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sized
@@ -31,7 +30,7 @@ from trainkit.projects.preflight.fields import Field, compare, fields_of, has_en
 from trainkit.projects.preflight.findings import LOOK, Finding, NotAsked, check, judge, some
 from trainkit.projects.preflight.job import CONSTANT_RATE, EVALUATED, STEPS, Job, digest
 from trainkit.projects.preflight.learned import learn_batches
-from trainkit.projects.preflight.options import KILLED, reads
+from trainkit.projects.preflight.options import reads
 from trainkit.projects.preflight.rates import ends_early, first_rates, never_come, rates_of
 from trainkit.projects.preflight.samples import (
     classes_of,
@@ -48,6 +47,7 @@ from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.data import DatasetCatalog
 from trainkit.solver.param_groups import NORM_LAYERS
+from trainkit.testing import assert_resumes_exactly
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead, unwrap_model
 from trainkit.utils.env import get_rng_state
@@ -465,9 +465,9 @@ def reproducible(job: Job) -> Finding:
     """Is it reproducible?"""
     _check_that_it_evaluates(job)
     whole = job.start("whole")
-    killed = job.start("killed", code=-signal.SIGKILL, **{KILLED: "1"})
+    again = job.start("again")
     name = "model_0000002.pth"
-    text = prove_equal([read_file(whole / name)], Saved(2, True, f"{killed}/{name}", {}))
+    text = prove_equal([read_file(whole / name)], Saved(2, True, f"{again}/{name}", {}))
     is_bad = "DIFFERENT" in text
     if is_bad:
         replay = [sys.executable, "-m", "trainkit.projects.replay", str(whole), "--iter", "0"]
@@ -482,15 +482,12 @@ def reproducible(job: Job) -> Finding:
 def resumes(job: Job) -> Finding:
     """Does it resume?"""
     _check_that_it_evaluates(job)
-    whole = Path(job.folder, "whole", "fast_dev_run")
-    killed = job.start("killed", "--resume", **{KILLED: "1"})
-    name = "model_final.pth"
-    text = prove_equal([read_file(whole / name)], Saved(5, True, f"{killed}/{name}", {}))
-    advice = "; ".join(job.ordinary.describe_inexact())
-    if not advice:
-        advice = "make it reproducible; what has a state needs a state_dict"
-    is_bad = "DIFFERENT" in text
-    return judge("resumes", is_bad, f"killed in its fourth step: {text}", advice)
+    folder = Path(job.folder, "resumes")
+    try:
+        assert_resumes_exactly(job.build_trial, folder, new_processes=False)
+    except AssertionError as error:
+        return judge("resumes", True, str(error))
+    return judge("resumes", False, "killed at three moments of six steps: every bit is the same")
 
 
 @check

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from trainkit.utils import comm
 from trainkit.utils.logger import format_table
 
 # the checks that --preflight-quick leaves out
-_IN_NEW_PROCESSES = ("reproducible", "resumes", "processes")
+_IN_NEW_PROCESSES = ("reproducible", "processes")
 
 
 @HOOK_REGISTRY.register()
@@ -87,12 +86,3 @@ class Preflight(HookBase):
 
 def _is_of_others(check: Any) -> bool:
     return check.__module__ != checks.__name__
-
-
-@HOOK_REGISTRY.register()
-class Killed(HookBase):
-    """Kills a new run in its fourth step, after its first checkpoint; a resumed run goes on."""
-
-    def after_step(self) -> None:
-        if self.trainer.iter == 3 and self.trainer.start_iter == 0:
-            os.kill(os.getpid(), signal.SIGKILL)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainkit.projects.fast_dev.options import fast_dev_config
 from trainkit.projects.finders.memory import has_room, search
 from trainkit.projects.graph.recorder import CudaRecorder
 from trainkit.projects.preflight.findings import Finding, NotAsked, judge
@@ -317,11 +318,27 @@ class Job:
         for key, value in own.items():
             words += [key, value]
         cfg.merge_from_list([*words, *options])
+        return self._made_with(cfg)
+
+    def build_trial(self, folder: Path) -> Any:
+        """A new trainer as with ``--fast-dev-run``, with the newest checkpoint of the folder, if there is one."""
+        cfg = self.cfg.clone()
+        cfg.merge_from_list(self._options_of_trial(str(folder)))
+        return self._made_with(fast_dev_config(cfg), resume=True)
+
+    def _made_with(self, cfg: Any, resume: bool = False) -> Any:
         seed_all_rng(cfg.SEED)
         trainer_class = self.trainer.__class__  # type() would be that of a weak reference
         trainer = trainer_class(cfg)
-        trainer.resume_or_load(resume=False)
+        trainer.resume_or_load(resume=resume)
         return trainer
+
+    def _options_of_trial(self, folder: str) -> list[str]:
+        options = ["OUTPUT_DIR", folder]
+        options += ["SEED", f"{max(self.cfg.SEED, 0)}"]
+        options += ["LOG.WRITERS", "['json']"]
+        options += ["CHECKPOINT.MAX_TO_KEEP", "2"]
+        return options
 
     @staticmethod
     def make(trainer: Any, steps: int, end: type[Until] = Until) -> Any:
@@ -365,20 +382,18 @@ class Job:
 
         return str(search(fits, min(size, of_epoch), lambda: of_epoch))
 
-    def start(self, name: str, *options: str, code: int = 0, **environ: str) -> Path:
+    def start(self, name: str) -> Path:
         """The folder of six steps of the user's command, in a new process; it saves after the third and the last."""
-        own = ["OUTPUT_DIR", f"{self.folder}/{name}"]
-        own += ["SEED", f"{max(self.cfg.SEED, 0)}"]
-        own += ["LOG.WRITERS", "['json']"]
-        own += ["CHECKPOINT.MAX_TO_KEEP", "2"]
-        done = self.run(*self.command, "--fast-dev-run", *options, *own, **environ)
-        if done.returncode != code:
-            text = " ".join(["with --fast-dev-run", *options, "the command ends with"])
+        options = self._options_of_trial(f"{self.folder}/{name}")
+        done = self.run(*self.command, "--fast-dev-run", *options)
+        if done.returncode != 0:
+            text = "with --fast-dev-run the command ends with"
             raise RuntimeError(f"{text} {done.returncode}: {done.stderr[-200:]}")
         return Path(self.folder, name, "fast_dev_run")
 
-    def run(self, *words: str, **environ: str) -> Any:
+    def run(self, *words: str) -> Any:
         """A new process, which is no rank of this job."""
+        environ = {}
         for key, value in os.environ.items():
             if not key.startswith(_OF_RANKS):
                 environ[key] = value

@@ -12,7 +12,6 @@ from typing import Any
 from trainkit.config import CfgNode, ConfigError
 from trainkit.utils import comm
 
-KILLED = "PREFLIGHT_KILLED"  # a variable of the environment of a process that is to be killed
 reads: dict[str, None] = {}  # full keys that were read
 
 
@@ -47,8 +46,6 @@ def record_reads(node: CfgNode, key: str = "") -> None:
 def apply(cfg: Any, args: argparse.Namespace) -> None:
     """Let the trainer of this config check the job before its first step, in a temporary folder."""
     if getattr(args, "fast_dev_run", False):  # as in the new processes that a check starts
-        if KILLED in os.environ:
-            cfg["HOOKS"] = [*cfg.HOOKS, {"NAME": "Killed"}]
         return
     if not isinstance(cfg, CfgNode) or args.eval_only:
         raise ConfigError("--preflight is for a job with a config of get_cfg that trains")

@@ -6,10 +6,7 @@ import sys
 from typing import Any
 
 ORDER = 1  # the job to check is that of all other options
-NAMES = {
-    "Killed": "trainkit.projects.preflight.hook",
-    "Preflight": "trainkit.projects.preflight.hook",
-}
+NAMES = {"Preflight": "trainkit.projects.preflight.hook"}
 OPTIONS = ["--preflight", "--preflight-allow", "--preflight-json", "--preflight-quick"]
 
 

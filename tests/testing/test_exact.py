@@ -1,18 +1,22 @@
 """The assertions find each planted fault, say its cause, and pass sound jobs."""
 
+import random
 import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 from torch import nn
 
 from tests.engine.job import tiny_cfg
 from tests.testing import jobs
-from trainkit.engine import DefaultTrainer
+from tests.two_ranks import on_two_ranks
+from trainkit.engine import DefaultTrainer, hooks
 from trainkit.testing import assert_resumes_exactly, assert_same_on_any_workers
 from trainkit.testing.record import Keeper, copy_folder
+from trainkit.utils import comm
 
 resumes_here = partial(assert_resumes_exactly, max_iter=13, new_processes=False)
 
@@ -42,6 +46,26 @@ def test_the_config_of_a_default_trainer_has_the_length(tmp_path):
     assert_resumes_exactly(configured, tmp_path, 1, new_processes=False)
     assert (tmp_path / "whole/model_final.pth").exists()
     assert len([*tmp_path.glob("resumed_*/model_final.pth")]) == 1
+
+
+class DrawsInStep(DefaultTrainer):
+    """Not reproducible: it adds random numbers of the system to a gradient."""
+
+    def after_backward(self):
+        super().after_backward()
+        next(self.model.parameters()).grad.add_(random.SystemRandom().random())
+
+
+def test_the_config_of_a_trainer_of_your_own_is_no_cause(tmp_path):
+    def make_trainer(folder):
+        trainer = DrawsInStep(tiny_cfg(folder, "SOLVER.CHECKPOINT_PERIOD", 3))
+        trainer.resume_or_load()
+        return trainer
+
+    with pytest.raises(AssertionError) as caught:
+        assert_resumes_exactly(make_trainer, tmp_path, 1, new_processes=False)
+    assert "DrawsInStep" not in str(caught.value)
+    assert "a run that is not deterministic" in str(caught.value)
 
 
 def test_a_generator_of_the_dataset_that_is_not_saved_is_found(tmp_path):
@@ -162,7 +186,7 @@ def test_a_metric_that_differs_between_equal_runs_can_be_left_out(tmp_path):
 
 def test_a_job_that_does_not_load_its_checkpoint_is_told_so(tmp_path):
     text = message_of(jobs.without_load, tmp_path)
-    assert "the resumed run starts anew: make_trainer must load the newest checkpoint" in text
+    assert "the resumed run starts anew: nothing has loaded the newest checkpoint" in text
 
 
 def make_model(folder):
@@ -245,3 +269,24 @@ def test_pytest_knows_the_marker_and_a_function_of_a_script_is_refused(tmp_path)
     )
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith("it is in the script that was started")
+
+
+def changes_the_batch_of_rank_1(trainer):
+    if comm.get_rank() == 1:
+        trainer.batch.fill_(random.SystemRandom().random())
+
+
+def a_difference_on_one_rank(rank, folder):
+    def make_trainer(run):
+        trainer = jobs.trainer(run)
+        changes = hooks.CallbackHook(after_backward=changes_the_batch_of_rank_1)
+        trainer.register_hooks([changes])
+        return trainer
+
+    resumes_here(make_trainer, Path(folder, "runs"))
+
+
+def test_a_difference_on_one_rank_is_an_error_on_all(tmp_path):
+    (found,) = on_two_ranks([a_difference_on_one_rank], tmp_path).values()
+    assert found[0] == found[1]
+    assert found[0].startswith("AssertionError: killed at event ")

@@ -76,16 +76,16 @@ def assert_resumes_exactly(
             raise AssertionError(f"{where}\nthe resumed run fails:\n{error}") from None
         if resumed.before is None:
             raise AssertionError(
-                f"{where}\nthe resumed run starts anew: make_trainer must load the newest "
-                "checkpoint of the folder, as by trainer.resume_or_load()"
+                f"{where}\nthe resumed run starts anew: nothing has loaded the newest checkpoint "
+                "of the folder, as trainer.resume_or_load() does"
             )
         difference = Difference(whole, resumed, (whole_folder, resumed_folder), ignore)
+        text = ""
         if difference.found:
             cause = likely_cause(difference, whole, resumed)
             order = "of each two values the second one is that of the resumed run"
-            raise AssertionError(
-                "\n".join([where, *difference.found, order, f"likely cause: {cause}"])
-            )
+            text = "\n".join([where, *difference.found, order, f"likely cause: {cause}"])
+        _raise_on_all_ranks(text)
 
 
 def assert_same_on_any_workers(
@@ -121,13 +121,15 @@ def assert_same_on_any_workers(
         make = partial(_with_workers, make_trainer, number)
         records.append(_train(make, folders[-1], new_processes, max_iter=max_iter, seed=1))
         difference = Difference(records[0], records[-1], (folders[0], folders[-1]), ignore)
+        text = ""
         if difference.found:
             cause = (
                 "a random generator of the dataset's own, of which each worker has a copy; or an "
                 "iterable dataset that does not divide its samples among the workers"
             )
             where = f"with {workers[0]} and with {number} workers the runs differ"
-            raise AssertionError("\n".join([where, *difference.found, f"likely cause: {cause}"]))
+            text = "\n".join([where, *difference.found, f"likely cause: {cause}"])
+        _raise_on_all_ranks(text)
 
 
 def _with_workers(
@@ -143,6 +145,13 @@ def _train(
         return record_run(make_trainer, folder, **options)
     record: Record = call_in_new_process(record_run, make_trainer, folder, **options)
     return record
+
+
+def _raise_on_all_ranks(text: str) -> None:
+    """Raise AssertionError if one rank has a text, so that no other rank goes on alone."""
+    for text_of_rank in comm.all_gather(text):
+        if text_of_rank:
+            raise AssertionError(text_of_rank)
 
 
 def _check_empty(folder: Path) -> None:

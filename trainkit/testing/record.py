@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from yacs.config import CfgNode
 
 from trainkit.checkpoint.differences import bytes_of
 from trainkit.engine.defaults.trainer import DefaultTrainer
@@ -226,7 +227,12 @@ def attributes_of(trainer: Any) -> Attributes:
 
 
 def _text_of(value: Any) -> str:
-    """A plain value, a tensor or the state of a generator as text; "" for other objects."""
+    """A plain value, a tensor or the state of a generator as text; "" for other objects.
+
+    Also for a config: each run has its own folder in it.
+    """
+    if isinstance(value, CfgNode):
+        return ""
     if isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, Tensor):
