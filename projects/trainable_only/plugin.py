@@ -11,6 +11,10 @@ def add_config(cfg: CfgNode) -> None:
 
 
 def prepare(cfg: CfgNode) -> None:
+    if not cfg.CHECKPOINT.TRAINABLE_ONLY:
+        return
     names = [entry.get("NAME") for entry in cfg.HOOKS]
-    if cfg.CHECKPOINT.TRAINABLE_ONLY and "FrozenWeights" not in names:
-        cfg.HOOKS = [*cfg.HOOKS, {"NAME": "FrozenWeights"}]
+    if "FrozenWeights" in names:
+        return
+    hook = {"NAME": "FrozenWeights"}
+    cfg.HOOKS = [*cfg.HOOKS, hook]

@@ -146,31 +146,44 @@ def whiten(features: Tensor, dim: int) -> Tensor:
     if not 1 <= dim <= features.shape[1]:
         raise ValueError(f"dim must be 1 to the {features.shape[1]} features, got {dim}")
     check_finite_rows("features", features)
-    size = features.shape[1]
-    chunks = row_chunks(*features.shape)
-    # all in float64: the error of a mean in float32 would count as variance
-    mean = torch.zeros(size, dtype=torch.float64, device=features.device)
-    for chunk in chunks:
-        mean += features[chunk].double().sum(0) / len(features)
-    covariance = torch.zeros(size, size, dtype=torch.float64, device=features.device)
-    for chunk in chunks:
-        centered = features[chunk].double() - mean
-        covariance += centered.T @ centered
-    variances, directions = torch.linalg.eigh(covariance / len(features))  # in ascending order
+    mean, covariance = _mean_and_covariance(features)
+    variances, directions = torch.linalg.eigh(covariance)  # in ascending order
     variances = variances[-dim:]
     directions = directions[:, -dim:]
     scales = (variances + 1e-5 * variances[-1]).rsqrt()
-    largest = 0.0
-    for chunk in chunks:
-        largest = max(largest, float(features[chunk].abs().max()))
-    rounding = torch.finfo(features.dtype).eps * largest
+    rounding = torch.finfo(features.dtype).eps * _largest(features)
     scales = torch.where(variances > rounding**2, scales, 0)
     white = torch.empty(len(features), dim, dtype=torch.float64, device=features.device)
-    for chunk in chunks:
+    for chunk in row_chunks(*features.shape):
         centered = features[chunk].double() - mean
         components = centered @ directions
         white[chunk] = F.normalize(components * scales)
     return white
+
+
+def _mean_and_covariance(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the rows of ``[N, D]``: ``[D]`` and ``[D, D]``.
+
+    In float64: the error of a mean in float32 would count as variance.
+    """
+    number, size = features.shape
+    mean = torch.zeros(size, dtype=torch.float64, device=features.device)
+    for chunk in row_chunks(number, size):
+        mean += features[chunk].double().sum(0) / number
+    products = torch.zeros(size, size, dtype=torch.float64, device=features.device)
+    for chunk in row_chunks(number, size):
+        centered = features[chunk].double() - mean
+        products += centered.T @ centered
+    return mean, products / number
+
+
+def _largest(features: Tensor) -> float:
+    """The largest absolute value."""
+    largest = 0.0
+    for chunk in row_chunks(*features.shape):
+        of_chunk = features[chunk].abs().max()
+        largest = max(largest, float(of_chunk))
+    return largest
 
 
 def uniform_indices(labels: Tensor, generator: torch.Generator) -> Tensor:

@@ -103,11 +103,20 @@ class ToImage:
         return {**sample, "image": image}
 
 
-for _name, _seed, _num_samples in (("train", 0, 4800), ("test", 1, 120)):
-    _shapes = partial(Shapes, _num_samples, _seed)
-    _texts = partial(Texts, _num_samples, _seed)
-    DatasetCatalog.register(f"shapes_{_name}", _shapes)
-    DatasetCatalog.register(f"texts_{_name}", _texts)
-    DatasetCatalog.register(f"lm_texts_{_name}", partial(_texts, for_language_model=True))
-    MetadataCatalog.get(f"shapes_{_name}").set(class_names=list(CLASS_NAMES))
-    MetadataCatalog.get(f"texts_{_name}").set(class_names=list(TEXT_CLASS_NAMES))
+def _register(split: str, num_samples: int, seed: int) -> None:
+    make_shapes = partial(Shapes, num_samples, seed)
+    DatasetCatalog.register(f"shapes_{split}", make_shapes)
+    metadata = MetadataCatalog.get(f"shapes_{split}")
+    metadata.set(class_names=list(CLASS_NAMES))
+
+    make_texts = partial(Texts, num_samples, seed)
+    DatasetCatalog.register(f"texts_{split}", make_texts)
+    metadata = MetadataCatalog.get(f"texts_{split}")
+    metadata.set(class_names=list(TEXT_CLASS_NAMES))
+
+    make_texts_of_lm = partial(make_texts, for_language_model=True)
+    DatasetCatalog.register(f"lm_texts_{split}", make_texts_of_lm)
+
+
+_register("train", num_samples=4800, seed=0)
+_register("test", num_samples=120, seed=1)
