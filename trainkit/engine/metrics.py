@@ -20,12 +20,8 @@ from trainkit.engine.losses import Losses, as_losses
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import new_event, runs_ahead, wait_for
-from trainkit.utils.events.storage import (
-    MAX_ROWS,
-    EventStorage,
-    get_event_storage,
-)
-from trainkit.utils.events.worker import Numbers
+from trainkit.utils.events.numbers import Numbers
+from trainkit.utils.events.storage import MAX_ROWS, EventStorage, get_event_storage
 from trainkit.utils.periods import check_period, is_nth, iterations_of
 
 # names that the trainer, default hooks or writers store

@@ -16,7 +16,8 @@ from torch import Tensor
 from trainkit.utils.device import runs_ahead
 from trainkit.utils.events.history import HistoryBuffer
 from trainkit.utils.events.images import Histogram, Image, histogram_of, showable_image
-from trainkit.utils.events.worker import Numbers, Worker
+from trainkit.utils.events.numbers import Numbers
+from trainkit.utils.events.worker import Worker
 from trainkit.utils.numbers import one_number
 
 logger = logging.getLogger(__name__)
