@@ -1,6 +1,9 @@
 """The path of a step's losses into the storage.
 
-They are averaged over ranks; if asked for, in a thread of their own.
+`parse_losses` reads what the model has returned. The step gives it to `MetricPath`, which lets the
+trainer judge the numbers, and averages them over ranks; if asked for, in a thread of their own.
+They become rows of the `EventStorage`, whose next reader moves them into a `HistoryBuffer` for each
+name. Writers show the values from there.
 """
 
 import math
