@@ -28,12 +28,11 @@ def test_the_copy_has_its_own_folder_and_the_config_stays():
     )
     cfg.freeze()
     trial = fast_dev_config(cfg)
-    assert (cfg.OUTPUT_DIR, cfg.SOLVER.MAX_ITER) == ("out", "3ep")
-    assert (trial.OUTPUT_DIR, trial.SOLVER.MAX_ITER, trial.TEST.EVAL_PERIOD) == (
-        "out/fast_dev_run",
-        6,
-        3,
-    )
+    assert cfg.OUTPUT_DIR == "out"
+    assert cfg.SOLVER.MAX_ITER == "3ep"
+    assert trial.OUTPUT_DIR == "out/fast_dev_run"
+    assert trial.SOLVER.MAX_ITER == 6
+    assert trial.TEST.EVAL_PERIOD == 3
     assert trial.HOOKS == [{"NAME": "RuntimeInfo", "PERIOD": 1}, "EMAHook", {"NAME": "LoadsAgain"}]
     assert trial.is_frozen()
 

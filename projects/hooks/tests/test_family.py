@@ -108,7 +108,8 @@ class Job:
 
     def train(self, start_iter, max_iter):
         self.trainer.train(start_iter, max_iter)
-        assert (self.trainer.status, self.trainer.iter) == ("finished", max_iter)
+        assert self.trainer.status == "finished"
+        assert self.trainer.iter == max_iter
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -84,7 +84,8 @@ def test_samples_of_a_dataset_are_told_with_their_best_classes(run, call, tmp_pa
     ]
     assert err == f"3 predictions with {run}/model_final.pth\n"
     rows, err, _ = call(run, "--dataset", "tiny_test", "--output", tmp_path / "out.pt")
-    assert (rows, err) == ([], f"10 predictions with {run}/model_final.pth\n")
+    assert rows == []
+    assert err == f"10 predictions with {run}/model_final.pth\n"
     # kernels may add in another order where batches have another size
     torch.testing.assert_close(torch.stack(torch.load(tmp_path / "out.pt")), outputs)
 
@@ -231,7 +232,8 @@ def test_a_file_is_replaced_only_when_all_is_predicted_and_numbers_that_are_not_
 
 def mistake(call, *args):
     rows, err, code = call(*args)
-    assert (rows, code) == ([], 2)
+    assert rows == []
+    assert code == 2
     return err.splitlines()[-1].partition("error: ")[2]
 
 

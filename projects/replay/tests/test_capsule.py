@@ -105,7 +105,8 @@ def test_the_log_of_a_run_without_a_file_has_calls_that_repeat_its_step(
     assert len(calls) == 2
     for call in calls:
         found = eval(f"replay({call})", {"replay": replay, "main": job})
-        assert (found.iteration, found.error) == (7, "KeyError: 'mine'")
+        assert found.iteration == 7
+        assert found.error == "KeyError: 'mine'"
         assert found.failure.startswith("it has come back")
     with pytest.raises(ConfigError, match=r"says that it was: \(not known\)"):
         replay(tmp_path / "run", 7)
@@ -153,7 +154,8 @@ def assert_has_no_step(job, iter, kind=FloatingPointError):
     """The file says how the run was started, and names the way from the checkpoint."""
     job, file, line = failed(job, kind)
     state = read_file(file)
-    assert (state["model"], state["capsule"]["batches"]) == ({}, [])
+    assert state["model"] == {}
+    assert state["capsule"]["batches"] == []
     with pytest.raises(
         CheckpointError, match=f"holds no step: .* Give {record.REPLAY} .* --iter {iter} -- "
     ):
@@ -191,7 +193,8 @@ def test_a_failure_before_the_batch_in_the_update_or_after_it_leaves_no_step(tmp
         patched.setattr(torch.optim.SGD, "step", fail)
         assert_has_no_step(Job(tmp_path), 0, KeyError)
     _, file, line = failed(failing(tmp_path, 7, KeyError("hook"), "after_step"), KeyError)
-    assert (file.exists(), line) == (False, "")
+    assert not file.exists()
+    assert line == ""
 
 
 def test_a_failure_of_an_earlier_iteration_leaves_no_step_but_the_right_iteration(tmp_path):
