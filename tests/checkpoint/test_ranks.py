@@ -210,7 +210,8 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
         "every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0"
     ]
     assert first != other
-    assert (same, also_same) == (True, True)
+    assert same is True
+    assert also_same is True
     assert stored == [0, 0, 0, 1, 1]
 
     comm.set_data_ranks(1, 2)

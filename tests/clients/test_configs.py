@@ -89,7 +89,8 @@ def test_a_project_may_make_the_optimizer_a_name_as_many_of_detectron2_do(tmp_pa
         return trainer.optimizer
 
     adamw = optimizer("ADAMW")
-    assert (type(adamw), type(optimizer("SGD"))) == (torch.optim.AdamW, torch.optim.SGD)
+    assert type(adamw) is torch.optim.AdamW
+    assert type(optimizer("SGD")) is torch.optim.SGD
     assert adamw.param_groups[0]["initial_lr"] == pytest.approx(0.1 / 2 * 0.2)
 
 

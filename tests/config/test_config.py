@@ -105,14 +105,16 @@ def test_none_takes_anything_and_two_keys_take_several_types():
     )
     assert cfg.SOLVER.MAX_ITER == 20
     cfg.merge_from_list(["LOG.ASYNC", "None", "SOLVER.WEIGHT_DECAY_BIAS", 0.1])
-    assert (cfg.LOG.ASYNC, cfg.SOLVER.WEIGHT_DECAY_BIAS) == (None, 0.1)
+    assert cfg.LOG.ASYNC is None
+    assert cfg.SOLVER.WEIGHT_DECAY_BIAS == 0.1
 
 
 def test_a_key_that_a_merge_made_takes_another_type_later_and_a_declared_one_does_not():
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.WIDTH", "1", "MODEL.HEAD.DEPTH", "2"])
     cfg.merge_from_list(["MODEL.WIDTH", "0.5", "MODEL.HEAD.BIAS", "True"])
-    assert (cfg.MODEL.WIDTH, cfg.MODEL.HEAD) == (0.5, {"DEPTH": 2, "BIAS": True})
+    assert cfg.MODEL.WIDTH == 0.5
+    assert cfg.MODEL.HEAD == {"DEPTH": 2, "BIAS": True}
     cfg.MODEL.NECK = CfgNode({"DEPTH": 2})
     with pytest.raises(ConfigError, match=r"MODEL.NECK.DEPTH: got 'a' \(str\)"):
         cfg.merge_from_list(["MODEL.NECK.DEPTH", "a"])
@@ -141,7 +143,8 @@ def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
     cfg.merge_from_list(["MODEL.WIDTH", "8", "LOG.ASYNC", "True"])
     cfg.freeze()
     other = duplicate(cfg)
-    assert (type(other), other) == (CfgNode, cfg)
+    assert type(other) is CfgNode
+    assert other == cfg
     with pytest.raises(ConfigError, match="frozen"):
         other.merge_from_list(["SEED", "1"])
     other.defrost()
@@ -226,7 +229,8 @@ def test_a_merge_of_a_whole_config_takes_over_what_is_set_in_it():
     cfg.SOLVER.MOMENTUM = 0.9
     other.SOLVER.MOMENTUM = 0.9
     cfg.merge_from_other_cfg(other)
-    assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.is_set("WARMUP_ITERS")) == (1000, False)
+    assert cfg.SOLVER.WARMUP_ITERS == 1000
+    assert not cfg.SOLVER.is_set("WARMUP_ITERS")
     assert cfg.SOLVER.is_set("MOMENTUM")
 
 

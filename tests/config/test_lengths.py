@@ -49,7 +49,8 @@ def test_every_length_key_and_entry_is_resolved_and_nothing_else_changes():
     assert cfg == before
     cfg.freeze()
     resolved = resolve_lengths(cfg, 10)
-    assert (resolved.is_frozen(), resolved.SOLVER.is_frozen()) == (True, True)
+    assert resolved.is_frozen()
+    assert resolved.SOLVER.is_frozen()
 
 
 def test_epochs_of_data_without_a_length_are_an_error_that_names_the_key():
@@ -85,7 +86,8 @@ def test_a_period_in_epochs_ends_where_the_epochs_end():
     assert [done for done in range(9) if is_nth(done, resolved.HOOKS[0]["PERIOD"])] == [3, 5, 8]
     other = get_cfg()
     other.merge_from_other_cfg(load_yaml(resolved.dump(), "here"))  # as whole numbers
-    assert (other.TEST.EVAL_PERIOD, other.CHECKPOINT.START) == (1, 3)
+    assert other.TEST.EVAL_PERIOD == 1
+    assert other.CHECKPOINT.START == 3
     assert type(other.TEST.EVAL_PERIOD) is int
 
 
@@ -98,8 +100,11 @@ def test_only_periods_and_their_offsets_keep_a_fraction_of_an_iteration():
     resolved = resolve_lengths(cfg, Fraction(5, 3))
     period = Period(Fraction(10, 3))
     solver = resolved.SOLVER
-    assert (solver.MAX_ITER, solver.WARMUP_ITERS, [*solver.STEPS]) == (3, 3, [3])
-    assert (resolved.EARLY_STOPPING.START, type(solver.MAX_ITER)) == (3, int)
+    assert solver.MAX_ITER == 3
+    assert solver.WARMUP_ITERS == 3
+    assert [*solver.STEPS] == [3]
+    assert resolved.EARLY_STOPPING.START == 3
+    assert type(solver.MAX_ITER) is int
     of_config = (
         *(solver.CHECKPOINT_PERIOD, resolved.CHECKPOINT.START, resolved.TEST.EVAL_PERIOD),
         *(resolved.TEST.EVAL_START, resolved.LOG.PERIOD, resolved.VIS_PERIOD),

@@ -99,7 +99,8 @@ def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(c
     assert first() == [0, 1]
     assert first(collate_fn=sum) == 1
     loader = build_batch_data_loader([*range(5)], SequentialSampler(range(5)), 2)
-    assert (len(loader), loader.num_workers) == (2, 0)
+    assert len(loader) == 2
+    assert loader.num_workers == 0
     loaders = [
         build_batch_data_loader([0], None, 1, num_workers=1, seed=seed)
         for seed in (torch.initial_seed(), None, 6)
@@ -289,7 +290,9 @@ def test_the_loader_options_of_the_config_reach_the_loader(cfg):
         ["DATALOADER.PERSISTENT_WORKERS", True, "DATALOADER.SAMPLER_TRAIN", "data_test_sampler"]
     )
     loader = build_train_loader(cfg)
-    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 5, True)
+    assert loader.num_workers == 1
+    assert loader.prefetch_factor == 5
+    assert loader.persistent_workers is True
     assert indices(loader, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 

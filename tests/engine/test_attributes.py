@@ -331,7 +331,8 @@ def test_a_state_that_no_file_can_hold_ends_the_run_after_the_first_iteration(tm
         TypeError, match=r"cannot be written: .*'trainer.hooks.Noting.best'.*float64"
     ):
         trainer.train(0, 300)
-    assert (trainer.iter, trainer.status) == (0, "failed")
+    assert trainer.iter == 0
+    assert trainer.status == "failed"
     assert [*tmp_path.iterdir()] == []
 
 
@@ -411,6 +412,7 @@ def test_a_default_trainer_passes_on_what_its_step_knows_and_may_have_attributes
     assert [*seen[0][1]] == seen[0][2] == ["loss_cls"]
     assert seen[0][3] is trainer._trainer.feed
     trainer.metrics = "mine"
-    assert (trainer.metrics, trainer._trainer.metrics) == ("mine", seen[0][4])
+    assert trainer.metrics == "mine"
+    assert trainer._trainer.metrics == seen[0][4]
     with pytest.raises(AttributeError, match="'SimpleTrainer' object has no attribute 'grad_sc"):
         _ = trainer.grad_scaler

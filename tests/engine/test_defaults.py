@@ -132,7 +132,8 @@ def test_a_step_trainer_that_is_put_in_calls_the_hooks_and_with_a_part_that_anot
     trainer, seen = make(), []
     trainer.register_hooks([hooks.CallbackHook(after_backward=lambda t: seen.append(t.iter))])
     trainer.train()
-    assert (trainer.status, seen) == ("finished", [*range(10)])
+    assert trainer.status == "finished"
+    assert seen == [*range(10)]
 
 
 @pytest.mark.parametrize("keeps_place", [True, False])
@@ -211,12 +212,11 @@ def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(
     inner = DefaultTrainer(tiny_cfg(tmp_path, *options))._trainer
     assert isinstance(inner, AMPTrainer)
     assert inner.grad_scaler.is_enabled() is scaled
-    assert (inner.async_write_metrics, inner.gather_metric_period, inner.accumulation_steps) == (
-        True,
-        2,
-        2,
-    )
-    assert (inner.zero_grad_before_forward, inner.metrics.exchange_period) == (True, 1)
+    assert inner.async_write_metrics is True
+    assert inner.gather_metric_period == 2
+    assert inner.accumulation_steps == 2
+    assert inner.zero_grad_before_forward is True
+    assert inner.metrics.exchange_period == 1
     inner = DefaultTrainer(tiny_cfg(tmp_path, "LOG.PERIOD", "2ep"))._trainer
     assert inner.metrics.exchange_period == 10  # once per log period
 
@@ -260,8 +260,10 @@ def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whol
     )
     cfg = tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.STEPS", ["3ep"])
     trainer = DefaultTrainer(cfg)  # 40 samples, 24 in an iteration
-    assert (trainer.iters_per_epoch, trainer.epoch_length) == (2, Fraction(5, 3))
-    assert (trainer.cfg.SOLVER.STEPS, cfg.SOLVER.MAX_ITER) == ((5,), "6ep")
+    assert trainer.iters_per_epoch == 2
+    assert trainer.epoch_length == Fraction(5, 3)
+    assert trainer.cfg.SOLVER.STEPS == (5,)
+    assert cfg.SOLVER.MAX_ITER == "6ep"
     ends, evaluated = [], []
 
     class Note(HookBase):
@@ -280,8 +282,10 @@ def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whol
     resumed = DefaultTrainer(cfg)
     resumed.register_hooks([Note()])
     resumed.resume_or_load()
-    assert (resumed.status, resumed.start_iter) == ("finished", 10)
-    assert (trainer.cfg.TEST.EVAL_PERIOD, trainer.max_iter) == (Period(Fraction(5, 3)), 10)
+    assert resumed.status == "finished"
+    assert resumed.start_iter == 10
+    assert Period(Fraction(5, 3)) == trainer.cfg.TEST.EVAL_PERIOD
+    assert trainer.max_iter == 10
 
 
 def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
@@ -367,7 +371,8 @@ def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_l
     second.register_hooks(
         [hooks.CallbackHook(before_step=lambda t: lrs.append(t.optimizer.param_groups[0]["lr"]))]
     )
-    assert (second.start_iter, counter.count) == (5, 5)
+    assert second.start_iter == 5
+    assert counter.count == 5
     counter.count += 100
     momentum = next(iter(second.optimizer.state.values()))["momentum_buffer"]
     assert momentum.abs().sum() > 0

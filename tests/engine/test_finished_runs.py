@@ -26,7 +26,8 @@ def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplo
     before = files(tmp_path)
     trainer = resumed(tmp_path)
     assert trainer.train() == results
-    assert (trainer.status, trainer.iter) == ("finished", 10)
+    assert trainer.status == "finished"
+    assert trainer.iter == 10
     assert (
         "This run has finished after 10 iterations, so nothing is done; to train on, raise max_iter"
         in caplog.text
@@ -49,7 +50,9 @@ def test_a_larger_max_iter_trains_on(tmp_path):
     trainer = resumed(tmp_path, "SOLVER.MAX_ITER", 12)
     assert (tmp_path / "finished").exists()
     trainer.train()
-    assert (trainer.start_iter, trainer.iter, trainer.status) == (10, 12, "finished")
+    assert trainer.start_iter == 10
+    assert trainer.iter == 12
+    assert trainer.status == "finished"
     assert json.loads((tmp_path / "finished").read_text())["iterations"] == 12
     trainer.train(max_iter=14)  # in the same process too
     assert trainer.iter == 14
@@ -79,7 +82,8 @@ def test_early_stopping_finishes_a_run_and_a_resumed_one_does_the_rest(tmp_path)
     for _ in range(2):
         trainer = resumed(tmp_path, *EARLY)
         results = trainer.train()
-        assert (trainer.status, trainer.iter) == ("finished", 2)
+        assert trainer.status == "finished"
+        assert trainer.iter == 2
     assert not (tmp_path / "model_0000001.pth").exists()  # the run does not go on
     assert "top1" in results["classification"]  # of the evaluation before early stopping
     assert (
@@ -222,7 +226,8 @@ def test_the_end_of_the_shorter_run_stays_beside_that_of_the_longer_one(tmp_path
     (tmp_path / "last_checkpoint").write_text("model_0000009.pth")  # it can be resumed
     again = resumed(tmp_path, *keep_one, "SOLVER.MAX_ITER", 20)
     again.train()
-    assert (again.start_iter, again.iter) == (10, 20)
+    assert again.start_iter == 10
+    assert again.iter == 20
     torch.testing.assert_close(
         torch.load(tmp_path / "model_final.pth")["model"],
         torch.load(tmp_path / "model_0000019.pth")["model"],

@@ -71,11 +71,9 @@ def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name_once(tmp_
     assert written == [(1, 0), (2, 1), (3, 2), "at once"]
     saved = torch.load(tmp_path / "mine.pth", weights_only=True)
     assert "ranks" not in saved
-    assert (
-        saved["iteration"],
-        saved["trainer"]["iteration"],
-        saved["trainer"]["boundary"],
-    ) == (1, 1, {"is_over": False, "passed": []})
+    assert saved["iteration"] == 1
+    assert saved["trainer"]["iteration"] == 1
+    assert saved["trainer"]["boundary"] == {"is_over": False, "passed": []}
     assert (
         caplog.text.count("The checkpoint 'full' is not saved, training continues: cannot write")
         == 3
@@ -138,7 +136,8 @@ def test_a_run_that_is_stopped_before_it_has_done_anything_stands_where_it_stood
     state = job([], 6, stop_at=("after_step", stop_at)).state_dict()
     for _ in range(2):
         trainer = job(calls, 6, state, stop_at=("before_train", stop_at + 1))
-        assert (trainer.status, trainer.iter) == ("stopped", stop_at + 1)
+        assert trainer.status == "stopped"
+        assert trainer.iter == stop_at + 1
         state = trainer.state_dict()
     assert calls == 2 * [("before_train", stop_at + 1), ("after_train", stop_at + 1)]
     resumed = []

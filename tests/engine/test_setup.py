@@ -53,11 +53,9 @@ def test_options_may_stand_before_and_after_the_key_value_pairs(capsys):
     args = default_argument_parser().parse_args(
         ["--num-gpus", "2", "SOLVER.MAX_ITER", "-1", "--resume", "SEED", "5"]
     )
-    assert (args.num_gpus, args.resume, args.opts) == (
-        2,
-        True,
-        ["SOLVER.MAX_ITER", "-1", "SEED", "5"],
-    )
+    assert args.num_gpus == 2
+    assert args.resume is True
+    assert args.opts == ["SOLVER.MAX_ITER", "-1", "SEED", "5"]
     with pytest.raises(SystemExit, match="^2$"):
         default_argument_parser().parse_args(["SEED", "1", "--res"])
     assert "unrecognized arguments: --res" in capsys.readouterr().err
@@ -108,7 +106,8 @@ def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(t
         default_setup({}, NEW)
     again = get_cfg()
     again.merge_from_file(str(tmp_path / "run/config.yaml"))
-    assert ("auto", str(resolve_device("auto"))) == (again.MODEL.DEVICE, cfg.MODEL.DEVICE)
+    assert again.MODEL.DEVICE == "auto"
+    assert str(resolve_device("auto")) == cfg.MODEL.DEVICE
     again.MODEL.DEVICE = cfg.MODEL.DEVICE
     assert again == cfg
     log = (tmp_path / "run/log.txt").read_text()
@@ -289,10 +288,8 @@ def test_nothing_is_written_through_a_link_out_of_the_folder_and_an_evaluation_m
         (folder / name).symlink_to(outside / name)
     default_setup(cfg_for(folder), args)
     if args is EVAL:
-        assert (sorted(p.name for p in folder.iterdir() if p.is_symlink()), names_in(outside)) == (
-            links,
-            ["log.txt"],
-        )
+        assert sorted(p.name for p in folder.iterdir() if p.is_symlink()) == links
+        assert names_in(outside) == ["log.txt"]
         assert (outside / "log.txt").read_text() == "of somebody else"
         default_setup(cfg_for(folder / "model_0000004.pth/unwritable"), EVAL)
         return
@@ -301,10 +298,8 @@ def test_nothing_is_written_through_a_link_out_of_the_folder_and_an_evaluation_m
         storage.put_scalar("a", 1.0)
         metrics.write()
         metrics.close()
-    assert (names_in(outside), (outside / "log.txt").read_text()) == (
-        ["log.txt"],
-        "of somebody else",
-    )
+    assert names_in(outside) == ["log.txt"]
+    assert (outside / "log.txt").read_text() == "of somebody else"
     assert (
         sorted(path.name for path in (folder / "previous_2").iterdir() if path.is_symlink())
         == links[:3]
@@ -348,10 +343,8 @@ def test_folders_become_absolute(tmp_path, monkeypatch, start):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     cfg = tiny_cfg("run", "CHECKPOINT.DIR", "~/files")
     start(cfg)
-    assert (str(tmp_path / "run"), str(tmp_path / "home/files")) == (
-        cfg.OUTPUT_DIR,
-        cfg.CHECKPOINT.DIR,
-    )
+    assert str(tmp_path / "run") == cfg.OUTPUT_DIR
+    assert str(tmp_path / "home/files") == cfg.CHECKPOINT.DIR
 
 
 def test_the_config_is_printed_before_anything_is_made(tmp_path, capsys):
@@ -359,7 +352,9 @@ def test_the_config_is_printed_before_anything_is_made(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         default_setup(cfg, Namespace(print_config=True))
     again.merge_from_other_cfg(CfgNode.load_cfg(capsys.readouterr().out))
-    assert (caught.value.code, again, names_in(tmp_path)) == (None, cfg, [])
+    assert caught.value.code is None
+    assert again == cfg
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def test_twenty_steps_equal_a_bare_loop_bit_for_bit(asynchronous):
     found, trainer = trained(data, 20, async_write_metrics=asynchronous)
     assert torch.equal(found, expected)
     assert trainer.storage.history("total_loss").values() == losses
-    assert (trainer.iter, trainer.status) == (20, "finished")
+    assert trainer.iter == 20
+    assert trainer.status == "finished"
     other, other_losses = bare_loop(data, 20, momentum=0.9001)
     assert not torch.equal(found, other)
     assert other_losses != losses
@@ -277,15 +278,18 @@ def test_epochs_are_counted_from_the_length_of_the_data():
     trainer.register_hooks(
         [CallbackHook(after_step=lambda trainer: epochs.append(trainer.epoch), **on_epoch)]
     )
-    assert (trainer.iters_per_epoch, trainer.epoch_length) == (3, Fraction(10, 3))
+    assert trainer.iters_per_epoch == 3
+    assert trainer.epoch_length == Fraction(10, 3)
     trainer.train(0, 5)
     trainer.train(5, 9)
     # they start in the iterations nearest to 3 1/3 and 6 2/3
     assert epochs == [0] * 3 + [1] * 4 + [2] * 2
-    assert (starts, ends) == ([0, 3, 7], [2, 6])
+    assert starts == [0, 3, 7]
+    assert ends == [2, 6]
     data = build_batch_data_loader([*range(10)], TrainingSampler(10), total_batch_size=3)
     endless = SimpleTrainer(model, data, sgd(model))
-    assert (endless.iters_per_epoch, endless.epoch_length) == (3, Fraction(10, 3))
+    assert endless.iters_per_epoch == 3
+    assert endless.epoch_length == Fraction(10, 3)
 
 
 @pytest.mark.parametrize("change", ["accumulation", "loader"])
@@ -383,7 +387,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(gather_metric_
         FloatingPointError, match=r"in iteration 4: {'total_loss': nan}.*of this iteration$"
     ):
         trainer.train(0, 10)
-    assert (trainer.iter, trainer.status) == (4, "failed")
+    assert trainer.iter == 4
+    assert trainer.status == "failed"
     assert torch.equal(weights(model), expected)
 
 

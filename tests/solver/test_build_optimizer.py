@@ -132,7 +132,8 @@ def test_a_default_of_the_solver_is_never_an_error():
 
 def test_a_registered_class_is_built_with_its_arguments():
     optimizer = build_optimizer(make_cfg(NAME="SolverTestSGD", TAPS=[3, 4]), make_model())
-    assert (type(optimizer), optimizer.taps) == (SolverTestSGD, (3, 4))
+    assert type(optimizer) is SolverTestSGD
+    assert optimizer.taps == (3, 4)
 
 
 @pytest.mark.parametrize(

@@ -71,5 +71,6 @@ def test_the_table_of_a_bug_report_is_a_command(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert text == collect_env_info() + "\n"
     rows = dict(line.split(maxsplit=1) for line in text.splitlines() if line[0] != "-")
-    assert (rows["platform"], rows["numpy"]) == (platform.platform(), np.__version__)
+    assert rows["platform"] == platform.platform()
+    assert rows["numpy"] == np.__version__
     assert {"python", "trainkit", "torch", "fvcore", "CPU", "CUDA"} <= set(rows)

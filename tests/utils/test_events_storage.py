@@ -45,11 +45,9 @@ def test_scalars_are_kept_with_the_iteration_in_which_they_were_put_and_others_r
         storage.put_scalar("iteration", 1.0)
     assert storage.history("loss").values() == [(2.0, 3), (4.0, 7)]
     assert storage.latest() == {"loss": (4.0, 7), "lr": (0.5, 7), "late": (1.0, 5)}
-    assert (storage.iter, storage.iteration, type(storage.history("loss").values()[0][0])) == (
-        8,
-        8,
-        float,
-    )
+    assert storage.iter == 8
+    assert storage.iteration == 8
+    assert type(storage.history("loss").values()[0][0]) is float
     with pytest.raises(
         KeyError, match=r"no scalar is called 'c'; there are \['late', 'loss', 'lr'\]"
     ):
@@ -111,18 +109,21 @@ def test_images_and_histograms_that_no_writer_takes_are_bounded():
         storage.put_histogram("histogram", torch.zeros(1), bins=1)
     newest = list(range(50, 150))
     assert [image.iter for image in storage.images()] == newest
-    assert (storage.images()[0].name, storage.images()[0].tensor is picture) == ("image", True)
+    assert storage.images()[0].name == "image"
+    assert storage.images()[0].tensor is picture
     assert [histogram.iter for histogram in storage.histograms()] == newest
     storage.clear_images()
     storage.clear_histograms()
-    assert (storage.images(), storage.histograms()) == ([], [])
+    assert storage.images() == []
+    assert storage.histograms() == []
 
 
 def test_a_histogram_of_a_tensor_of_any_shape_counts_every_element():
     storage = EventStorage(start_iter=9)
     storage.put_histogram("weight", torch.arange(6.0, requires_grad=True).reshape(3, 2), bins=5)
     [histogram] = storage.histograms()
-    assert (histogram.name, histogram.iter) == ("weight", 9)
+    assert histogram.name == "weight"
+    assert histogram.iter == 9
     numbers = {"min": 0.0, "max": 5.0, "num": 6, "sum": 15.0, "sum_squares": 55.0}
     buckets = {
         "bucket_limits": [1.0, 2.0, 3.0, 4.0, 5.0],
@@ -143,7 +144,9 @@ def test_a_histogram_is_of_the_finite_values_and_says_its_name_where_there_are_o
         **{"min": 1.0, "max": 3.0, "num": 3, "sum": 6.0, "sum_squares": 14.0},
         **{"bucket_limits": [2.0, 3.0], "bucket_counts": [1.0, 2.0]},
     }
-    assert (second.name, second.raw["num"], second.raw["sum"]) == ("some", 1, 0.0)
+    assert second.name == "some"
+    assert second.raw["num"] == 1
+    assert second.raw["sum"] == 0.0
     assert caplog.messages == [
         "The histogram 'some' leaves out values that are not finite",
         "The histogram 'none' has no finite value, so it is left out",
@@ -343,10 +346,8 @@ def test_a_storage_goes_on_bit_for_bit_after_a_round_trip(with_worker):
         second.load_state_dict(through_a_file(state))
 
         # the iteration is the loop's
-        assert (read_all(second), second.iter) == (
-            read_all(first),
-            9,
-        )
+        assert read_all(second) == read_all(first)
+        assert second.iter == 9
         put(first, range(33, 41))
         assert read_all(second) != read_all(first)
         put(second, range(33, 41))

@@ -34,7 +34,8 @@ def test_setting_up_again_never_doubles_a_line_and_closing_ends_it(tmp_path, cap
     assert messages(capsys.readouterr().out) == ["once"]
     assert (tmp_path / "log.txt").read_text() == ""
     assert messages((tmp_path / "new" / "b.log").read_text()) == ["once"]
-    assert (logger.level, logger.propagate) == (logging.NOTSET, True)
+    assert logger.level == logging.NOTSET
+    assert logger.propagate is True
 
 
 def test_rank_0_writes_to_stdout_and_each_rank_to_its_file(tmp_path, capsys, caplog):

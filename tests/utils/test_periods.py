@@ -99,7 +99,8 @@ def test_anything_else_is_refused_by_the_name_of_the_argument():
 
 def test_a_period_with_a_fraction_does_not_drift_and_is_readable():
     period = as_period(Fraction(10, 3))
-    assert (as_period(Fraction(6, 2)), str(period)) == (3, "3.333 iterations")
+    assert as_period(Fraction(6, 2)) == 3
+    assert str(period) == "3.333 iterations"
     assert [done for done in range(1, 12) if is_nth(done, period)] == [3, 7, 10]
     assert copy.deepcopy(period) == pickle.loads(pickle.dumps(period)) == period
     assert check_period("period", period, minimum=1) is period

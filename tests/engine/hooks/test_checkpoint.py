@@ -68,11 +68,9 @@ def test_the_files_of_a_run(tmp_path, checkpointer_class, arguments, expected):
     assert files(tmp_path) == ["last_checkpoint", *expected]
     assert (tmp_path / "last_checkpoint").read_text() == expected[-1]
     state = load(tmp_path / expected[-1])
-    assert (state["iteration"], state["trainer"]["iteration"], state["model"]["weight"].item()) == (
-        9,
-        9,
-        -4.0,
-    )
+    assert state["iteration"] == 9
+    assert state["trainer"]["iteration"] == 9
+    assert state["model"]["weight"].item() == -4.0
 
 
 @pytest.mark.parametrize(("unit", "per_unit"), [("", 1), ("ep", 3)])
@@ -160,13 +158,15 @@ def test_a_run_that_is_stopped_is_saved_where_it_stands_and_counts_in_the_rotati
 
     trainer, _ = make(stop_at(4))
     trainer.train(0, 9)
-    assert (trainer.status, files(tmp_path)) == ("stopped", ["last_checkpoint", *kept])
+    assert trainer.status == "stopped"
+    assert files(tmp_path) == ["last_checkpoint", *kept]
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000004.pth"
     assert load(tmp_path / "model_0000004.pth")["iteration"] == 4
     trainer, checkpointer = make()
     checkpointer.resume_or_load("")
     trainer.train(trainer.iter + 1, 9)
-    assert (trainer.status, trainer.start_iter) == ("finished", 5)
+    assert trainer.status == "finished"
+    assert trainer.start_iter == 5
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,8 @@ def test_a_run_whose_last_save_fails_has_failed(tmp_path, save_format, failing, 
     trainer = Steps([PeriodicCheckpointer(checkpointer, 2, save_last=save_last)])
     with pytest.raises(CheckpointError, match=rf"cannot write .*{failing}\.pth"):
         trainer.train(0, length)
-    assert (trainer.status, trainer.iter) == ("failed", length)
+    assert trainer.status == "failed"
+    assert trainer.iter == length
     (tmp_path / f"{failing}.pth").rmdir()
     trainer.train(0, length)  # the same trainer and hooks, and nothing is left of the failure
     assert trainer.status == "finished"

@@ -61,7 +61,9 @@ def test_hooks_of_the_users_own_get_their_arguments_and_stand_in_their_order_bef
     assert order(job) == ["IterationTimer", "LRScheduler", *expected, *DEFAULT_ORDER[2:]]
     [recorder] = [hook for hook in job.hooks if isinstance(hook, Recorder)]
     [hook] = [hook for hook in job.hooks if isinstance(hook, NeedsThings)]
-    assert (recorder.period, recorder.names, hook.scale) == (3, ["x", "y"], 2.5)
+    assert recorder.period == 3
+    assert recorder.names == ["x", "y"]
+    assert hook.scale == 2.5
     parts = (job.model, job.checkpointer, job.cfg, job.optimizer, job.data_loader)
     assert all(got is wanted for got, wanted in zip(hook.things, parts, strict=True))
     for priority, place in (("HIGH", 1), (56, 3), (100, 4)):

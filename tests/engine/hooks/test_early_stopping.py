@@ -109,11 +109,13 @@ def test_values_before_the_start_are_forgotten_over_a_resume_too():
 
     first, hook = make([9, 9, 1])
     first.train(0, 5)  # the third value is of the final evaluation, after 5 iterations
-    assert (hook.best, hook.not_better) == (None, 0)
+    assert hook.best is None
+    assert hook.not_better == 0
     second, hook = make([1, 2, 1, 1, 5])
     second.load_state_dict(first.state_dict())
     second.train(5, 20)
-    assert (second.iter, hook.best) == (12, 2.0)
+    assert second.iter == 12
+    assert hook.best == 2.0
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def test_at_start_it_evaluates_before_the_first_iteration_of_a_new_run_and_leave
     (trainer, found), before = make(0, eval_at_start=True), torch.get_rng_state()
     trainer.train(0, 4)
     trainer.train(2, 4)
-    assert (found, torch.equal(torch.get_rng_state(), before)) == ([0, 4, 4], True)
+    assert found == [0, 4, 4]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("period", [0, 1])
@@ -47,7 +48,8 @@ def test_a_failure_in_the_last_iteration_is_followed_by_no_evaluation(period):
     trainer, found = make(period, step=fail_at(5))
     with pytest.raises(RuntimeError, match="step 5 failed"):
         trainer.train(0, 6)
-    assert (trainer.iter, trainer.status) == (5, "failed")
+    assert trainer.iter == 5
+    assert trainer.status == "failed"
     assert found == {0: [], 1: [1, 2, 3, 4, 5]}[period]
 
 
