@@ -131,7 +131,7 @@ class GAN(DefaultTrainer):
         self.for_last = adam(layers[-1])
 
     def run_step(self):
-        batch = next(self._trainer._data_loader_iter)
+        batch = self.fetch()
         for optimizer in (self.for_first, self.for_last):
             optimizer.zero_grad()
             sum(self.model(batch).values()).backward()
@@ -404,15 +404,17 @@ def test_a_default_trainer_passes_on_what_its_step_knows_and_may_have_attributes
     seen = []
     names = ("batch", "losses", "trained_losses", "feed", "metrics", "policy", "clip_gradients")
     look = hooks.CallbackHook(
-        after_backward=lambda t: seen.append([getattr(t, name) for name in names])
+        after_backward=lambda t: seen.append({name: getattr(t, name) for name in names})
     )
     trainer.register_hooks([look])
-    trainer.train()
-    assert [*seen[0][0]] == ["x", "label"]
-    assert [*seen[0][1]] == seen[0][2] == ["loss_cls"]
-    assert seen[0][3] is trainer._trainer.feed
+    trainer.train(max_iter=5)
+    assert [*seen[0]["batch"]] == ["x", "label"]
+    assert [*seen[0]["losses"]] == ["loss_cls"]
+    assert seen[0]["trained_losses"] == ["loss_cls"]
+    assert seen[0]["feed"].loader is trainer.data_loader
     trainer.metrics = "mine"
     assert trainer.metrics == "mine"
-    assert trainer._trainer.metrics == seen[0][4]
+    trainer.train(max_iter=10)  # the step goes on with its own
+    assert [iter for _, iter in trainer.storage.history("total_loss").values()] == [*range(10)]
     with pytest.raises(AttributeError, match="'SimpleTrainer' object has no attribute 'grad_sc"):
         _ = trainer.grad_scaler

@@ -15,6 +15,7 @@ from tests.engine.job import TinyClassifier, tiny_cfg
 from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import AMPTrainer, DefaultTrainer, EvaluationRun, HookBase, hooks
+from trainkit.engine.defaults.build import make_step_trainer
 from trainkit.evaluation import DatasetEvaluator
 from trainkit.utils.events import JSONWriter
 from trainkit.utils.periods import Period
@@ -209,16 +210,22 @@ def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(
         2,
     ]
     options += ["SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.ZERO_GRAD_BEFORE_FORWARD", True]
-    inner = DefaultTrainer(tiny_cfg(tmp_path, *options))._trainer
-    assert isinstance(inner, AMPTrainer)
-    assert inner.grad_scaler.is_enabled() is scaled
-    assert inner.async_write_metrics is True
-    assert inner.gather_metric_period == 2
-    assert inner.accumulation_steps == 2
-    assert inner.zero_grad_before_forward is True
-    assert inner.metrics.exchange_period == 1
-    inner = DefaultTrainer(tiny_cfg(tmp_path, "LOG.PERIOD", "2ep"))._trainer
-    assert inner.metrics.exchange_period == 10  # once per log period
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
+    assert trainer.precision == getattr(torch, precision)
+    assert trainer.grad_scaler.is_enabled() is scaled
+    assert trainer.metrics.gather_period == 2
+    assert trainer.metrics.exchange_period == 1
+    assert trainer.accumulation_steps == 2
+    parts = trainer.model, trainer.data_loader, trainer.optimizer
+    step_trainer = make_step_trainer(trainer.cfg, *parts)
+    assert isinstance(step_trainer, AMPTrainer)
+    assert step_trainer.async_write_metrics is True
+    assert step_trainer.zero_grad_before_forward is True
+
+
+def test_ranks_exchange_metrics_once_per_log_period(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.PERIOD", "2ep"))
+    assert trainer.metrics.exchange_period == 10
 
 
 @pytest.mark.parametrize("is_endless", [True, False])

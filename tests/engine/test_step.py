@@ -691,7 +691,18 @@ def test_several_optimizers_are_found_wherever_a_trainer_or_a_hook_has_them(capl
     assert untrained(caplog) == []
 
 
-def test_a_parameter_in_an_optimizer_has_no_function_that_a_step_would_call():
+def test_a_parameter_in_an_optimizer_has_no_function_that_a_step_would_call(monkeypatch):
+    watched = []
+    register = torch.Tensor.register_post_accumulate_grad_hook
+    monkeypatch.setattr(
+        torch.Tensor,
+        "register_post_accumulate_grad_hook",
+        lambda parameter, function: watched.append(parameter) or register(parameter, function),
+    )
     model = Backbone()
     SimpleTrainer(model, [torch.tensor(1.0)], sgd(model)).train(0, 2)
-    assert [parameter._post_accumulate_grad_hooks for parameter in model.parameters()] == [None] * 3
+    assert watched == []
+    model = Backbone()
+    optimizer = torch.optim.SGD(model.backbone, lr=0.1)
+    SimpleTrainer(model, [torch.tensor(1.0)], optimizer).train(0, 2)
+    assert [id(parameter) for parameter in watched] == [id(model.head)]

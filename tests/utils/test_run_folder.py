@@ -9,9 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from argparse import Namespace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,7 +67,8 @@ next(iter(DataLoader(Samples([0]), num_workers=1, multiprocessing_context="fork"
 
 @pytest.fixture(autouse=True)
 def released(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "_PATIENCE_SEC", 0.1)
+    fast_clock = SimpleNamespace(monotonic=lambda: 20 * time.monotonic(), sleep=time.sleep)
+    monkeypatch.setattr(run_folder, "time", fast_clock)  # the wait for a folder ends sooner
     yield
     release_folder(tmp_path)
     release_folder(tmp_path / "own")

@@ -544,7 +544,7 @@ class Adversaries(DefaultTrainer):
         self.mine = iter(self.data_loader) if cfg.MODEL.OWN_ITERATOR else None
 
     def run_step(self):
-        batch = next(self.mine or self._trainer._data_loader_iter)
+        batch = next(self.mine) if self.mine else self.fetch()
         fake = self.model.generator(batch["x"])
         loss = self.model.critic(batch["x"]).mean() - self.model.critic(fake.detach()).mean()
         self.of_critic.zero_grad()

@@ -45,7 +45,7 @@ def trainer(tmp_path, *entries, **options):
 def order(trainer):
     return [
         name
-        for hook in trainer._hooks
+        for hook in trainer.hooks
         if (name := type(hook).__name__) not in find_plugins().run_hooks
     ]
 
