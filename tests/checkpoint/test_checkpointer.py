@@ -181,7 +181,7 @@ def test_absent_checkpointables_are_warned_about_and_only_those_asked_for_are_lo
     assert a.value == 1
     caplog.set_level(logging.INFO)
     assert Checkpointer(linear(0), a=a).load("") == {}
-    assert caplog.messages[-1] == "No checkpoint to load; the model stays as it is"
+    assert caplog.messages[-1].startswith("No checkpoint to load")
 
 
 def test_data_parallel_wrapper_is_removed_on_both_sides(tmp_path):
@@ -248,8 +248,8 @@ def test_what_is_changed_before_the_save_is_written_and_the_model_keeps_its_weig
     assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", "model.pth", "run_id"]
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_what_is_changed_in_what_was_read_is_loaded(run_folder, resume):
+@pytest.mark.parametrize(("resume", "weight", "value"), [(True, 129, 229), (False, 119, 0)])
+def test_what_is_changed_in_what_was_read_is_loaded(run_folder, resume, weight, value):
     def edit(state):
         assert weight_of(model) == 0  # nothing is loaded yet
         state["model"] = {name: value + 100 for name, value in state["model"].items()}
@@ -261,7 +261,8 @@ def test_what_is_changed_in_what_was_read_is_loaded(run_folder, resume):
     rest = checkpointer.resume_or_load(run_folder / "model_0000019.pth", resume=resume)
 
     assert observer.calls == [("after_load", ["iteration", "model", "trainer"], 0)]
-    assert (weight_of(model), observer.value) == ((129, 229) if resume else (119, 0))
+    assert weight_of(model) == weight
+    assert observer.value == value
     assert rest["note"] == "read"  # what nobody takes is returned
 
 
@@ -271,8 +272,9 @@ def test_the_log_says_after_how_many_iterations_a_checkpoint_is_saved(tmp_path, 
     checkpointer.save("model_0000047", iteration=47)
     checkpointer.save("weights")
     first, second = [text for text in caplog.messages if text.startswith("Saving")]
-    assert first == f"Saving checkpoint to {tmp_path}/model_0000047.pth, after 48 iterations"
-    assert second == f"Saving checkpoint to {tmp_path}/weights.pth"
+    assert f"{tmp_path}/model_0000047.pth" in first
+    assert first.endswith("after 48 iterations")
+    assert second.endswith(f"{tmp_path}/weights.pth")
 
 
 def test_a_folder_with_checkpoints_of_which_none_is_loaded_draws_a_warning(tmp_path, caplog):

@@ -69,9 +69,7 @@ def test_a_run_that_hangs_ends_as_by_the_signal_and_one_that_saves_does_not(case
     assert done.returncode == 143
     assert files == ([] if reason else ["model_0000003.pth"])
     if reason:
-        assert (
-            f"The run ends without a new checkpoint, {reason}; --resume continues from the last one"
-            in done.stderr
-        )
+        assert f"without a new checkpoint, {reason}; " in done.stderr
+        assert "--resume" in done.stderr
     else:
         assert "without a new checkpoint" not in done.stderr

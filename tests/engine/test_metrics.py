@@ -416,8 +416,9 @@ def test_a_rank_that_fails_has_its_metrics_without_waiting_for_others(ranks):
 
 
 def test_a_hook_that_only_some_ranks_have_is_warned_about(ranks):
-    expected = ["Rank 1 has other hooks than rank 0; register them on all ranks:"]
-    assert ranks["hooks_of_one_rank"] == [expected, expected]
+    for messages in ranks["hooks_of_one_rank"]:
+        [text] = messages
+        assert text.startswith("Rank 1 has other hooks than rank 0")
 
 
 def test_ranks_store_the_same_mean_losses_and_their_own_data_time(ranks):

@@ -1,6 +1,7 @@
 """A run goes on where its checkpoint stood: the hook points, the states, the random numbers."""
 
 import logging
+import shlex
 
 import pytest
 import torch
@@ -74,10 +75,9 @@ def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name_once(tmp_
     assert saved["iteration"] == 1
     assert saved["trainer"]["iteration"] == 1
     assert saved["trainer"]["boundary"] == {"is_over": False, "passed": []}
-    assert (
-        caplog.text.count("The checkpoint 'full' is not saved, training continues: cannot write")
-        == 3
-    )
+    failed = [text for text in caplog.messages if "'full' is not saved" in text]
+    assert len(failed) == 3
+    assert all("cannot write" in text for text in failed)
     other = sgd(model, momentum=0.5)
     trainer = SimpleTrainer(model, batches(2), other)
     trainer.load_state_dict(
@@ -184,12 +184,14 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
     resumed = trainer(lr=0.2, weight_decay=0.0, foreach=True)
     resumed.load_state_dict({**state, "data": {"position": 3}})
     data, first, *_, row = "\n".join(caplog.messages[-2:]).splitlines()
-    assert data.startswith("The data start again: the data loader (list) has no state_dict()")
-    assert first == "The optimizer uses the values of the checkpoint, not of this run:"
+    assert data.startswith("The data start again: ")
+    assert "(list) has no state_dict()" in data
+    assert "values of the checkpoint" in first
     assert row.split() == ["0", "lr", "0.2", "0.1"]
     loader = build_batch_data_loader([0], TrainingSampler(1, seed=0), 1)
     SimpleTrainer(resumed.model, loader, sgd(resumed.model, lr=0.1)).load_state_dict(state)
-    assert caplog.messages[-1] == "The data start again: their position is not in the checkpoint"
+    assert caplog.messages[-1].startswith("The data start again: ")
+    assert "position" in caplog.messages[-1]
     assert [resumed.optimizer.param_groups[0][name] for name in ("lr", "foreach")] == [0.1, True]
 
     with pytest.raises(CheckpointError, match="has the state of SGD, the optimizer .* is Adam"):
@@ -266,10 +268,15 @@ def test_every_length_in_epochs_is_named_and_those_in_iterations_go_on(tmp_path,
             tmp_path, "SOLVER.MAX_ITER", "4ep", *more, "HOOKS", [entry], "SOLVER.IMS_PER_BATCH", 20
         )
     # past lengths keep their iterations: 1 epoch was 5, 0.5 were 2; then 2 iterations are an epoch
-    assert (
-        "set SOLVER.MAX_ITER 14 CHECKPOINT.START 2 LOG.PERIOD 2 SOLVER.STEPS '(5, 12)' and "
-        "give the lengths in HOOKS in iterations; or resume" in str(error.value)
-    )
+    remedy = str(error.value).partition(", set ")[2]
+    options = shlex.split(remedy.partition(" and give ")[0])
+    assert dict(zip(options[::2], options[1::2], strict=True)) == {
+        "SOLVER.MAX_ITER": "14",
+        "CHECKPOINT.START": "2",
+        "LOG.PERIOD": "2",
+        "SOLVER.STEPS": "(5, 12)",
+    }
+    assert "HOOKS in iterations" in remedy
     caplog.clear()
     epochs_job(tmp_path, "SOLVER.MAX_ITER", 14, "SOLVER.IMS_PER_BATCH", 20)
     rows = caplog.text.partition("The training data are not those of the checkpoint:\n")[2]
@@ -329,7 +336,8 @@ def test_a_resumed_run_has_the_threads_of_its_checkpoint_or_names_the_difference
         torch.set_num_threads(former)
     if setting == 0:
         assert threads == 3
-        assert "torch uses 3 threads, as in the checkpoint; here it had 2" in caplog.text
+        assert "3 threads, as in the checkpoint; here it had 2" in caplog.text
     else:
         assert threads == 2
-        assert "NUM_THREADS is 2, and the checkpoint is of a run with 3 threads" in caplog.text
+        [text] = [text for text in caplog.messages if text.startswith("NUM_THREADS is 2")]
+        assert "3 threads" in text

@@ -212,8 +212,10 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
     assert (tmp_path / "previous_2/metrics.json").read_text() == "second"
     assert {*RUN_FILES, "model_final.shards-0a1b2c3d"} <= {*names_in(tmp_path / "previous_2")}
     default_setup(cfg_for(tmp_path), RESUME)
-    text = f"There is no checkpoint in {tmp_path} to resume, but in {tmp_path / 'previous_2'}"
-    assert text in (tmp_path / "log.txt").read_text()
+    log = (tmp_path / "log.txt").read_text()
+    [text] = [line for line in log.splitlines() if "There is no checkpoint" in line]
+    assert f" in {tmp_path} " in text
+    assert f"but in {tmp_path / 'previous_2'}" in text
 
 
 class Killed(BaseException):
@@ -403,7 +405,5 @@ def test_the_default_writers(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     caplog.set_level(logging.INFO)
     assert [type(writer) for writer in default_writers(tmp_path, 10)] == kinds[:2]
-    assert (
-        "Nothing is written for TensorBoard; to change that: pip install 'trainkit[tensorboard]'"
-        in caplog.messages
-    )
+    [text] = [text for text in caplog.messages if "TensorBoard" in text]
+    assert "pip install 'trainkit[tensorboard]'" in text

@@ -128,7 +128,8 @@ def test_entries_that_require_grad_are_summed_and_the_others_only_logged(
     assert scalars(trainer) == {name: [(value, 0)] for name, value in stored.items()}
     assert model.weight.item() == 1.0 - gradient
     if "accuracy" in stored:
-        assert "Minimizing loss_a; only logging ['accuracy', 'b']" in caplog.messages
+        [text] = [text for text in caplog.messages if text.startswith("Minimizing loss_a;")]
+        assert text.endswith(" ['accuracy', 'b']")
 
 
 @pytest.mark.parametrize(
@@ -362,10 +363,12 @@ def test_batch_norm_under_accumulation_is_warned_about_once(caplog):
     def messages(model, accumulation_steps):
         caplog.clear()
         SimpleTrainer(model, [], sgd(model), accumulation_steps=accumulation_steps)
-        return [record.message[:48] for record in caplog.records]
+        return caplog.messages.copy()
 
     with_norm = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
-    assert messages(with_norm, 4) == ["Batch norm treats each micro-batch separately: 4"]
+    [text] = messages(with_norm, 4)
+    assert text.startswith("Batch norm")
+    assert "micro-batch separately: 4" in text
     assert messages(with_norm, 1) == messages(nn.GroupNorm(1, 3), 4) == []
 
 
@@ -629,7 +632,7 @@ def test_a_parameter_that_a_hook_unfreezes_is_named_in_the_first_step_with_its_g
 ):
     assert frozen_and_unfrozen_at(3, caplog, **options) == [3]
     [text] = untrained(caplog)
-    assert text.startswith("2 parameters have gradients, but are in no optimizer, so they are not ")
+    assert text.startswith("2 parameters have gradients, but are in no optimizer")
     assert "backbone.0, backbone.1. " in text
 
 

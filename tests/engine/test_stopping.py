@@ -38,7 +38,9 @@ def test_one_process_stops_at_once_when_it_was_asked_to_and_a_signal_counts_befo
     stops.request("SIGINT", SIGINT)
     assert stops.pending
     assert stops.agreed(7) == stops.agreed(8) == stops.agree_now() == Stop("SIGTERM", SIGTERM)
-    assert caplog.messages == ["Rank 0 was asked to stop: SIGTERM"]  # once
+    [text] = caplog.messages  # once
+    assert text.startswith("Rank 0 ")
+    assert text.endswith(": SIGTERM")
 
 
 @pytest.mark.parametrize("signum", [SIGTERM, SIGHUP])
@@ -59,7 +61,9 @@ def test_a_second_ctrl_c_interrupts_and_the_first_says_so(capfd):
     stops = StopRequests()
     with stops.listening():
         signal.raise_signal(SIGINT)
-        assert capfd.readouterr().err == "\nStopping after this step; once more ends at once\n"
+        [line] = capfd.readouterr().err.split("\n")[1:-1]
+        assert "after this step" in line
+        assert "once more" in line
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(SIGINT)
     assert stops.agreed(0) == Stop("SIGINT", SIGINT)

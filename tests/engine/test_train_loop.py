@@ -152,7 +152,8 @@ def test_a_failing_step_is_logged_with_its_iteration_and_raised_after_after_trai
     assert trainer.iter == fail_at
     assert trainer.status == "failed"
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert record.getMessage() == f"Training failed in iteration {fail_at} of 0 to 2: {message}"
+    assert f"in iteration {fail_at} of 0 to 2" in record.getMessage()
+    assert record.getMessage().endswith(f": {message}")
     assert record.exc_info is None  # the error is raised again, with its traceback
     [traced] = [record for record in caplog.records if record.exc_info is not None]
     assert traced.levelno == logging.DEBUG  # for the log file
@@ -466,13 +467,14 @@ def test_hooks_are_described_by_point_in_order_and_the_description_is_logged(cap
 
     trainer = Trainer([Late(), Both(), Early(), CallbackHook(after_backward=print)])
 
-    assert trainer.describe_hooks() == (
-        "  before_train      Both\n"  # a point that nobody overrides has no line
-        "  after_backward    CallbackHook\n"
-        "  after_step        Early, Both\n"
-        "  -- save point --  checkpoints are written; batch and losses are released\n"
-        "  after_step        Late"
-    )
+    lines = trainer.describe_hooks().splitlines()
+    assert [line.split(maxsplit=1) for line in lines if "save point" not in line] == [
+        ["before_train", "Both"],  # a point that nobody overrides has no line
+        ["after_backward", "CallbackHook"],
+        ["after_step", "Early, Both"],
+        ["after_step", "Late"],
+    ]
+    assert "save point" in lines[3]
     trainer.train(2, 2)
     assert "Training from iteration 2 to 2" in caplog.messages
     assert f"Hooks in order:\n{trainer.describe_hooks()}" in caplog.messages
@@ -518,12 +520,12 @@ def test_states_that_no_hook_takes_are_warned_about_by_name_and_a_hook_that_cann
     assert trainer.done == 4
     assert trainer.boundary_done == 4
     trainer.train(4, 4)
-    assert repr(trainer) == "Trainer(after 4 of 4 iterations, finished)"
-    assert repr(Trainer([])) == "Trainer(after 0 iterations, not started)"
-    assert (
-        "The checkpoint has states of hooks that are not registered: ['Gone', 'Lost']"
-        in caplog.messages
-    )
+    assert "after 4 of 4 iterations" in repr(trainer)
+    assert "finished" in repr(trainer)
+    assert "after 0 iterations" in repr(Trainer([]))
+    assert "not started" in repr(Trainer([]))
+    [text] = [text for text in caplog.messages if "not registered" in text]
+    assert text.endswith(": ['Gone', 'Lost']")
     forgetful = CallbackHook()
     forgetful.state_dict = lambda: {"best": 1.0}
     trainer = Trainer([forgetful])

@@ -106,7 +106,9 @@ def test_a_cosine_goes_exactly_from_the_rate_of_the_optimizer_to_its_end():
 def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert lrs_of(make_cfg(STEPS=(5, 10, 30))) == [1.0] * 5 + [0.1] * 6
-    assert caplog.messages == ["SOLVER.STEPS are (5, 10, 30), but the training ends at 10"]
+    [text] = caplog.messages
+    assert text.startswith("SOLVER.STEPS are (5, 10, 30)")
+    assert text.endswith(" 10")
 
 
 def test_the_log_says_the_first_rate_and_the_one_after_the_warm_up(caplog):
@@ -116,10 +118,9 @@ def test_the_log_says_the_first_rate_and_the_one_after_the_warm_up(caplog):
         rates = lrs_of(cfg)
     assert rates[0] == 0.001
     assert rates[5:] == [1.0] * 6
-    assert (
-        "The learning rate is 0.001 at the start, and 1 after 5 iterations of warm-up"
-        in caplog.messages
-    )
+    [text] = [text for text in caplog.messages if text.startswith("The learning rate is")]
+    assert "0.001 at the start" in text
+    assert "1 after 5 iterations" in text
 
 
 def test_a_config_may_name_a_function_that_makes_the_schedule():

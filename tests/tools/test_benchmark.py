@@ -293,7 +293,7 @@ def test_the_page_has_what_was_measured_where_and_a_table_per_section(tool, monk
     assert parts[1] == "## clipping"
     assert "by hand (`clipping.clip_value_by_hand`)" in parts[3]
     assert parts[4] == "## gpu"
-    assert parts[6] == "Not measured: there was no GPU."
+    assert "no GPU" in parts[6]
 
 
 def test_a_wrong_section_is_refused_with_the_names_of_all(tool, capsys):

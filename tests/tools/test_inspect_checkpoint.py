@@ -56,10 +56,10 @@ def test_a_file_of_a_run_is_described(run, inspect):
     assert code == 0
     assert err == ""
     found = rows(out)
-    assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
-    assert "\niteration  after 5 iterations (number 4, counted from 0)\n" in out
+    assert found["intact"][1] == "yes,"
+    assert "\niteration  after 5 iterations (number 4, " in out
     assert " ".join(found["model"]) == "model 368 B 9 tensors"  # the row of the entry
-    assert "\nmodel      91 values in 9 tensors, 368 B\n" in out
+    assert re.search(r"^model +91 values in 9 tensors, 368 B$", out, re.MULTILINE)
     assert "\ncommand " in out
     assert found["layers.0.weight"] == ["layers.0.weight", "[8,", "4]", "float32", "128", "B"]
     assert {
@@ -89,10 +89,10 @@ def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_
         code, out, _ = inspect(tmp_path / name, "--all")
         found = rows(out)
         assert code == 0
-        assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
+        assert found["intact"][1] == "yes,"
         assert found["a"] == ["a", "[2]", "bfloat16", "4", "B"]
         assert re.search(r"^model +5 values in 2 tensors, 16 B$", out, re.MULTILINE)
-    assert "after 4 iterations (number 3, counted from 0)\n" in out
+    assert "after 4 iterations (number 3, " in out
     assert found["scheduler"] == ["scheduler", "last_epoch", "3"]
 
 
@@ -176,7 +176,7 @@ def test_a_folder_is_a_table_of_its_checkpoints_with_the_one_to_go_on_from(run, 
     assert found["model_0000029.pth"][-1] == "BROKEN"
     assert found["numpy.pth"][-1] == "BROKEN"
     assert found["model_0000019.pth"][-1] == "intact"
-    assert f"'{small}/model_0000029.pth' is damaged or not a file of torch.save: " in out
+    assert f"'{small}/model_0000029.pth' is damaged" in out
     assert out.endswith("\n--resume continues from model_0000019.pth.\n")
 
 

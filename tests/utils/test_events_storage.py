@@ -141,17 +141,21 @@ def test_a_histogram_is_of_the_finite_values_and_says_its_name_where_there_are_o
         storage.put_histogram("none", nothing)
     first, second = storage.histograms()
     assert first.raw == {
-        **{"min": 1.0, "max": 3.0, "num": 3, "sum": 6.0, "sum_squares": 14.0},
-        **{"bucket_limits": [2.0, 3.0], "bucket_counts": [1.0, 2.0]},
+        "min": 1.0,
+        "max": 3.0,
+        "num": 3,
+        "sum": 6.0,
+        "sum_squares": 14.0,
+        "bucket_limits": [2.0, 3.0],
+        "bucket_counts": [1.0, 2.0],
     }
     assert second.name == "some"
     assert second.raw["num"] == 1
     assert second.raw["sum"] == 0.0
-    assert caplog.messages == [
-        "The histogram 'some' leaves out values that are not finite",
-        "The histogram 'none' has no finite value, so it is left out",
-        "The histogram 'none' leaves out values that are not finite",
-    ]
+    some, nothing_left, none = caplog.messages
+    assert "'some' leaves out values" in some
+    assert "'none' has no finite value" in nothing_left
+    assert "'none' leaves out values" in none
     for wrong in (torch.ones(2, dtype=torch.complex64), ["a"], None):
         with pytest.raises(ValueError, match="histogram 'wrong' "):
             storage.put_histogram("wrong", wrong)
@@ -184,9 +188,9 @@ def test_pixels_that_are_not_finite_are_shown_as_0_or_1_and_the_image_is_named(c
     shown = [each.tensor.flatten().tolist() for each in storage.images()]
     assert shown == [expected, expected, expected, [0.0, 1.0, 0.0, 1.0]]
     assert image.isnan().any()  # the caller's is left as it is
-    assert caplog.messages == [
-        "The image 'image' has pixels that are not finite; they are shown as 0 or 1"
-    ]
+    [text] = caplog.messages
+    assert "'image'" in text
+    assert "not finite" in text
 
 
 def test_name_scope_applies_to_scalars_images_and_histograms_and_is_left_by_an_exception():

@@ -129,10 +129,10 @@ def test_an_error_of_wandb_is_logged_and_nothing_more_is_written_in_this_trainin
 
     run.log.assert_called_once()
     run.finish.assert_called_once()
-    assert (
-        caplog.messages
-        == ["Nothing more is written for Weights & Biases, training continues: no answer"] * 2
-    )
+    first, second = caplog.messages
+    assert first == second
+    assert "Weights & Biases" in first
+    assert first.endswith(": no answer")
     run.log.side_effect = None
     write(writer, 4, loss=1.0)
     assert [call.kwargs["step"] for call in run.log.call_args_list] == [0, 4]

@@ -239,7 +239,7 @@ def mistake(call, *args):
 
 def test_mistakes_in_the_command_and_in_files_of_samples_are_one_line(run, call, tmp_path):
     wanted = ("--dataset", "tiny_test")
-    assert mistake(call, *wanted) == "name the folder of a run, or a --config-file"
+    assert "--config-file" in mistake(call, *wanted)
     assert "did you mean 'tiny_test'?" in mistake(call, run, "--dataset", "tiny_tset")
     assert "No such file" in mistake(call, run, *wanted, "--weights", tmp_path / "x.pth")
     assert "ends in .jsonl or .pt, got 'a.csv'" in mistake(call, run, *wanted, "--output", "a.csv")
@@ -333,10 +333,7 @@ def test_the_model_of_a_script_that_no_registry_knows_predicts_also_for_its_own_
     assert call(*words, *options, "IMPORTS", "[own_job]")[0] == rows
     sys.modules.pop("own_job")
 
-    assert (
-        "if a subclass of DefaultTrainer builds the model, name its file: --script"
-        in call(*words, *options)[1]
-    )
+    assert "name its file: --script" in call(*words, *options)[1]
     script.write_text(SCRIPT + "\nclass B(Base): pass\n")
     assert "got several (B, Trainer); name one, such as " in mistake(
         call, *words, "--script", script

@@ -155,7 +155,7 @@ def test_what_could_not_be_uploaded_is_uploaded_by_the_next_save(on, monkeypatch
     put_file = MemoryFileSystem.put_file
     on("a")
     log = (local(start(do=break_off)) / "log.txt").read_text()
-    assert "does not have all files of the run: the network is down. Training continues" in log
+    assert "does not have all files of the run: the network is down." in log
     on("b")
     assert same(start(resume=True), whole)
 
@@ -279,7 +279,7 @@ def test_a_store_that_cannot_be_reached_is_not_another_run(on, monkeypatch, whol
     on("a")
     trainer = start(do=unmount)
     log = (local(trainer) / "log.txt").read_text()
-    assert "last_upload.json is not there; the store cannot be reached, or the run was" in log
+    assert "last_upload.json is not there" in log
     assert "another run writes there" not in log
     on("b")
     forget_mirrors()

@@ -155,9 +155,7 @@ def test_without_training_hooks_that_need_a_part_of_it_are_left_out(tmp_path, ca
     with caplog.at_level(logging.INFO):
         run = EvaluationRun(tiny_cfg(tmp_path, "HOOKS", entries), DefaultTrainer)
     assert order(run) == ["OnTheObject", "EmptyCache"]
-    assert (
-        "HOOKS: WithOptimizer is left out, since it needs a part of the training" in caplog.messages
-    )
+    assert any(text.startswith("HOOKS: WithOptimizer is left out") for text in caplog.messages)
     off = {"NAME": "EmptyCache", "ENABLED": False}
     options = ("HOOKS", [off], "TEST.PRECISE_BN.ENABLED", True)
     assert order(EvaluationRun(tiny_cfg(tmp_path, *options), DefaultTrainer)) == []
