@@ -232,6 +232,7 @@ def epochs_job(folder, *options):
         (16, "2.5", 15),
         (4, "10", 30),
         (20, "2", 14),
+        (12, "3.33333", 17),  # 6.67 iterations for the samples that are left
     ],
 )
 def test_another_batch_size_is_refused_with_the_length_that_trains_the_epochs_that_are_left(

@@ -128,21 +128,21 @@ def switches():
     """Reads torch's switches of this process, and sets them back at the end."""
 
     def read():
-        return (
-            torch.get_deterministic_debug_mode(),
-            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-            torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.benchmark,
-            torch.get_num_threads(),
-        )
+        return {
+            "deterministic": torch.get_deterministic_debug_mode(),
+            "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            "precision": torch.get_float32_matmul_precision(),
+            "benchmark": torch.backends.cudnn.benchmark,
+            "threads": torch.get_num_threads(),
+        }
 
     torch.set_num_threads(2)
     former = read()
     yield read
-    torch.set_deterministic_debug_mode(former[0])
+    torch.set_deterministic_debug_mode(former["deterministic"])
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    torch.set_float32_matmul_precision(former[2])
-    torch.backends.cudnn.benchmark = former[3]
+    torch.set_float32_matmul_precision(former["precision"])
+    torch.backends.cudnn.benchmark = former["benchmark"]
     torch.set_num_threads(1)
 
 
@@ -150,12 +150,24 @@ def test_the_switches_of_a_job_end_with_the_next_job_of_the_process(tmp_path, sw
     all_on = ["DETERMINISTIC", True, "FLOAT32_PRECISION", "medium", "CUDNN_BENCHMARK", True]
     all_on += ["NUM_THREADS", 3]
     plain = switches()
-    assert plain == (0, None, "highest", False, 2)
+    assert plain == {
+        "deterministic": 0,
+        "workspace": None,
+        "precision": "highest",
+        "benchmark": False,
+        "threads": 2,
+    }
     for _ in range(2):
         default_setup(cfg_for(tmp_path, *all_on), NEW)
-        assert switches() == (2, ":4096:8", "medium", True, 3)
+        assert switches() == {
+            "deterministic": 2,
+            "workspace": ":4096:8",
+            "precision": "medium",
+            "benchmark": True,
+            "threads": 3,
+        }
     default_setup(cfg_for(tmp_path, "FLOAT32_PRECISION", "high"), NEW)
-    assert switches() == (0, None, "high", False, 2)
+    assert switches() == {**plain, "precision": "high"}
     default_setup(cfg_for(tmp_path), NEW)
     assert switches() == plain
 
@@ -168,7 +180,13 @@ def test_a_switch_that_the_program_has_set_itself_stays_as_it_was(tmp_path, swit
     default_setup(cfg_for(tmp_path), NEW)
     assert switches() == own
     default_setup(cfg_for(tmp_path, "DETERMINISTIC", True, "FLOAT32_PRECISION", "medium"), NEW)
-    assert switches() == (2, ":16:8", "medium", False, 2)
+    assert switches() == {
+        "deterministic": 2,
+        "workspace": ":16:8",
+        "precision": "medium",
+        "benchmark": False,
+        "threads": 2,
+    }
     default_setup(cfg_for(tmp_path), NEW)
     assert switches() == own
 

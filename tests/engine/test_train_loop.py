@@ -191,14 +191,16 @@ def test_a_failure_in_after_train_does_not_hide_the_one_before_it(caplog):
 
 
 @pytest.mark.parametrize(
-    ("point", "finished", "end"),
+    ("point", "finished", "done", "status", "max_iter"),
     [
-        ("before_train", False, (0, "stopped", 5)),
-        ("before_step", False, (2, "stopped", 5)),
-        ("after_step", True, (2, "finished", 2)),  # the run has reached its goal
+        ("before_train", False, 0, "stopped", 5),
+        ("before_step", False, 2, "stopped", 5),
+        ("after_step", True, 2, "finished", 2),  # the run has reached its goal
     ],
 )
-def test_a_requested_stop_ends_the_run_after_its_iteration(point, finished, end, caplog):
+def test_a_requested_stop_ends_the_run_after_its_iteration(
+    point, finished, done, status, max_iter, caplog
+):
     caplog.set_level(logging.INFO)
 
     def stop(trainer):
@@ -209,10 +211,12 @@ def test_a_requested_stop_ends_the_run_after_its_iteration(point, finished, end,
     calls = []
     trainer = Trainer([Spy(calls, iter_and_status, point, stop)])
     trainer.train(0, 5)
-    assert calls[-1] == ("after_train", *end[:2])
-    assert len(calls) == 2 + 3 * end[0]
-    assert trainer.max_iter == end[2]
-    assert f"Stopped after {end[0]} of 5 iterations: enough" in caplog.messages
+    assert calls[-1] == ("after_train", done, status)
+    assert len(calls) == 2 + 3 * done
+    assert trainer.max_iter == max_iter
+    [text] = [text for text in caplog.messages if "Stopped" in text]
+    assert f"after {done} of 5 iterations" in text
+    assert text.endswith(": enough")
 
 
 def test_a_run_that_a_signal_has_stopped_ends_the_process_after_its_iteration():

@@ -95,21 +95,25 @@ def test_an_empty_loader_is_an_error_that_names_the_loader_and_has_no_end():
 def test_modes_of_every_submodule_and_the_random_state_are_as_they_were_also_after_a_failure(fails):
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()))
     model[1][0].eval()  # modes that neither train() nor eval() on the whole gives back
-    before, seen = (modes(model), rng_states()), []
+    modes_before, states_before = modes(model), rng_states()
+    grad_enabled, any_training = [], []
     loader = DataLoader(torch.zeros(2, 1, 2).expand(2, 3, 2), batch_size=None)  # draws a seed
 
     def look():
         random.random(), np.random.rand(), torch.rand(1)
-        seen.append((torch.is_grad_enabled(), any(modes(model))))
+        grad_enabled.append(torch.is_grad_enabled())
+        any_training.append(any(modes(model)))
         return 1 / 0 if fails else 0
 
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         inference_on_dataset(model, loader, Recorder(on_process=look))
-    assert {*seen} == {(False, False)}
-    assert (modes(model), rng_states()) == before
+    assert {*grad_enabled} == {False}
+    assert {*any_training} == {False}
+    assert modes(model) == modes_before
+    assert rng_states() == states_before
     with inference_context(model):
         assert not any(modes(model))
-    assert modes(model) == before[0] != modes(model.train())
+    assert modes(model) == modes_before != modes(model.train())
 
 
 class Pick(nn.Module):

@@ -162,23 +162,30 @@ def test_what_the_optimizer_cannot_take_is_an_error(node, message):
         build_optimizer(make_cfg(), nn.Linear(1, 1).requires_grad_(False))
 
 
-def test_the_fused_implementation_is_chosen_where_it_exists_unless_the_config_chooses():
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for name in ("SGD", "Adam", "AdamW"):
-            # see the next test
-            expected = None if name == "SGD" and dtype == torch.bfloat16 else True
-            assert (
-                build_optimizer(make_cfg(NAME=name), make_model(dtype)).defaults["fused"]
-                is expected
-            )
-    for node, expected in (
-        ({"DIFFERENTIABLE": True}, (None, None)),
-        ({"FUSED": False}, (False, None)),
-        ({"FOREACH": True}, (None, True)),
-        ({"FUSED": None}, (True, None)),
-    ):
-        defaults = build_optimizer(make_cfg(NAME="Adam", **node), make_model()).defaults
-        assert (defaults["fused"], defaults["foreach"]) == expected
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_the_fused_implementation_is_chosen_where_it_exists(name, dtype):
+    fused = build_optimizer(make_cfg(NAME=name), make_model(dtype)).defaults["fused"]
+    if name == "SGD" and dtype == torch.bfloat16:  # see test_every_weight_of_a_small_type
+        assert fused is None
+    else:
+        assert fused is True
+
+
+@pytest.mark.parametrize(
+    ("node", "fused", "foreach"),
+    [
+        ({"DIFFERENTIABLE": True}, None, None),
+        ({"FUSED": False}, False, None),
+        ({"FOREACH": True}, None, True),
+        ({"FUSED": None}, True, None),
+    ],
+    ids=str,
+)
+def test_the_config_may_choose_the_implementation(node, fused, foreach):
+    defaults = build_optimizer(make_cfg(NAME="Adam", **node), make_model()).defaults
+    assert defaults["fused"] is fused
+    assert defaults["foreach"] is foreach
 
 
 def test_every_weight_of_a_small_type_is_updated():

@@ -38,18 +38,31 @@ SCHEDULERS = {
 each_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 
 
-def test_a_schedule_with_a_warm_up_has_these_values_and_a_wrong_warm_up_is_an_error():
-    for arguments, expected in (
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         ((0.5, 0.5, "constant"), [0.5, 0.5, 0.5, 0.25, 0.0]),
         ((0.0, 0.5), [0.0, 0.25, 0.5, 0.25, 0.0]),
         ((0.0, 0.5, "linear", True), [0.0, 0.5, 1.0, 0.5, 0.0]),
         ((0.001, 0.0), [1.0, 0.75, 0.5, 0.25, 0.0]),
-    ):
-        found = WarmupParamScheduler(FALL, *arguments)
-        assert [found(where) for where in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
-    for arguments in ((0.1, 0.5, "exp"), (0.1, -0.1), (0.1, 1.0, "linear", True)):
-        with pytest.raises(ValueError, match="warmup_(method|length) must be "):
-            WarmupParamScheduler(CosineParamScheduler(1, 0), *arguments)
+    ],
+)
+def test_a_schedule_with_a_warm_up_has_these_values(arguments, expected):
+    found = WarmupParamScheduler(FALL, *arguments)
+    assert [found(where) for where in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((0.1, 0.5, "exp"), "warmup_method"),
+        ((0.1, -0.1), "warmup_length"),
+        ((0.1, 1.0, "linear", True), "warmup_length"),
+    ],
+)
+def test_a_wrong_warm_up_is_an_error_that_names_the_argument(arguments, named):
+    with pytest.raises(ValueError, match=f"{named} must be "):
+        WarmupParamScheduler(CosineParamScheduler(1, 0), *arguments)
 
 
 def test_the_last_value_stays_from_the_end_on():

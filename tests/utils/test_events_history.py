@@ -42,24 +42,44 @@ def test_a_full_history_holds_the_newest_values_and_its_global_average_counts_al
         HistoryBuffer(max_length=0)
 
 
-def test_a_median_is_of_the_finite_values_wherever_the_others_stand_and_the_others_are_counted():
-    nan, inf = math.nan, math.inf
-    for values, median, left_out in (
-        ([nan, 5.0, 1.0], 3.0, 1),
-        ([5.0, nan, 1.0], 3.0, 1),
-        ([5.0, 1.0, nan], 3.0, 1),
-        ([inf, -inf, 1.0], 1.0, 2),
-        ([inf, inf, inf, 2.0, 4.0, 9.0], 4.0, 3),
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "median", "left_out"),
+    [
+        ([NAN, 5.0, 1.0], 3.0, 1),
+        ([5.0, NAN, 1.0], 3.0, 1),
+        ([5.0, 1.0, NAN], 3.0, 1),
+        ([INF, -INF, 1.0], 1.0, 2),
+        ([INF, INF, INF, 2.0, 4.0, 9.0], 4.0, 3),
         ([1e308, 1e308, 1e308], 1e308, 0),  # only their sum is too large
         ([7.0, 3.0], 5.0, 0),
-    ):
-        history = filled(values)
-        assert history.median(100) == median
-        assert history.count_not_finite(100) == left_out
-    for values in ([inf, nan], [nan, inf], [nan, inf, -inf]):  # the newest, if none is finite
-        assert repr(filled(values).median(100)) == repr(values[-1])
-        assert filled(values).count_not_finite(100) == len(values)
-    history = filled([inf, 1.0, 2.0])  # outside of the window
+    ],
+)
+def test_a_median_is_of_the_finite_values_wherever_the_others_stand_and_the_others_are_counted(
+    values, median, left_out
+):
+    history = filled(values)
+    assert history.median(100) == median
+    assert history.count_not_finite(100) == left_out
+
+
+@pytest.mark.parametrize(
+    ("values", "newest"),
+    [
+        ([INF, NAN], NAN),
+        ([NAN, INF], INF),
+        ([NAN, INF, -INF], -INF),
+    ],
+)
+def test_a_median_is_the_newest_value_if_none_is_finite(values, newest):
+    assert filled(values).median(100) == pytest.approx(newest, nan_ok=True)
+    assert filled(values).count_not_finite(100) == len(values)
+
+
+def test_a_value_outside_of_the_window_is_not_counted():
+    history = filled([math.inf, 1.0, 2.0])
     assert history.median(2) == 1.5
     assert history.count_not_finite(2) == 0
 

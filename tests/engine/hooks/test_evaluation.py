@@ -53,12 +53,19 @@ def test_a_failure_in_the_last_iteration_is_followed_by_no_evaluation(period):
     assert found == {0: [], 1: [1, 2, 3, 4, 5]}[period]
 
 
-def test_a_stopped_run_is_not_evaluated_and_one_that_finishes_early_once():
-    for at, finished, expected in ((3, False, [4]), (3, True, [4]), (0, True, [1])):
-        trainer, found = make(4)
-        trainer.register_hooks([stop_at(at, finished=finished)])
-        trainer.train(0, 10)
-        assert found == expected
+@pytest.mark.parametrize(
+    ("at", "finished", "evaluated"),
+    [
+        (3, False, [4]),  # the evaluation that is due
+        (3, True, [4]),
+        (0, True, [1]),
+    ],
+)
+def test_a_stopped_run_is_not_evaluated_and_one_that_finishes_early_once(at, finished, evaluated):
+    trainer, found = make(4)
+    trainer.register_hooks([stop_at(at, finished=finished)])
+    trainer.train(0, 10)
+    assert found == evaluated
 
 
 def test_results_are_stored_flat_and_not_smoothed_and_must_be_numbers():
