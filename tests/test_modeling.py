@@ -31,11 +31,14 @@ def test_a_model_is_made_from_the_config_on_its_device():
     assert on_device(get_cfg(), without_parameters) is without_parameters
 
 
-def test_what_makes_no_model_is_an_error():
-    for name, message in (
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("gives_nothing", "MODEL.NAME: gives_nothing must return an nn.Module, got NoneType"),
         ("", "MODEL.NAME is empty; set it.*IMPORTS"),
         ("gives_laeyr", "MODEL.NAME: .*gives_laeyr"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            build(name)
+    ],
+)
+def test_what_makes_no_model_is_an_error(name, message):
+    with pytest.raises(ConfigError, match=message):
+        build(name)

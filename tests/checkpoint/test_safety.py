@@ -110,8 +110,8 @@ def test_a_tag_that_stays_in_the_folder_is_followed_and_one_that_is_a_link_out_o
     assert "hunter" not in str(caught.value)
 
 
-def test_a_trainer_of_other_contents_is_one_message(tmp_path):
-    for trainer in (3, {}, {"iteration": 1, "boundary": 3}):
-        write_file({"model": linear(1.0).state_dict(), "trainer": trainer}, tmp_path / "model.pth")
-        with pytest.raises(CheckpointError, match="its entry .trainer. does not fit"):
-            Checkpointer(linear(1.0), trainer=TrainerBase()).load(str(tmp_path / "model.pth"))
+@pytest.mark.parametrize("trainer", [3, {}, {"iteration": 1, "boundary": 3}])
+def test_a_trainer_of_other_contents_is_one_message(trainer, tmp_path):
+    write_file({"model": linear(1.0).state_dict(), "trainer": trainer}, tmp_path / "model.pth")
+    with pytest.raises(CheckpointError, match="its entry .trainer. does not fit"):
+        Checkpointer(linear(1.0), trainer=TrainerBase()).load(str(tmp_path / "model.pth"))

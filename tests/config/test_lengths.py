@@ -56,16 +56,19 @@ def test_every_length_key_and_entry_is_resolved_and_nothing_else_changes():
     assert resolved.SOLVER.is_frozen()
 
 
-def test_epochs_of_data_without_a_length_are_an_error_that_names_the_key():
-    for settings, named in (
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
         ({"HOOKS": [{"NAME": "A", "PERIOD": "2ep"}]}, r"HOOKS\[0\]\.PERIOD: got '2ep'"),
         ({"SOLVER": {"STEPS": (5, "1ep")}}, r"SOLVER\.STEPS\[1\]: got '1ep'"),
-    ):
-        cfg = get_cfg()
-        assert resolve_lengths(cfg, None) == cfg
-        cfg.merge_from_other_cfg(settings)
-        with pytest.raises(ConfigError, match=rf"{named} .*has no length"):
-            resolve_lengths(cfg, None)
+    ],
+)
+def test_epochs_of_data_without_a_length_are_an_error_that_names_the_key(settings, named):
+    cfg = get_cfg()
+    assert resolve_lengths(cfg, None) == cfg
+    cfg.merge_from_other_cfg(settings)
+    with pytest.raises(ConfigError, match=rf"{named} .*has no length"):
+        resolve_lengths(cfg, None)
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,16 @@ def test_a_named_schedule_gives_these_values(name, solver, expected):
     assert lrs_of(make_cfg(name, **solver)) == pytest.approx(expected)
 
 
-def test_a_cosine_goes_exactly_from_the_rate_of_the_optimizer_to_its_end():
-    for base_lr, end in ((0.1, 0.003), (0.7, 0.7)):
-        cfg = make_cfg("WarmupCosineLR", optimizer={"LR": base_lr}, BASE_LR=9.0, BASE_LR_END=end)
-        assert lrs_of(cfg)[::10] == [base_lr, end]
+@pytest.mark.parametrize(
+    ("base_lr", "end"),
+    [
+        (0.1, 0.003),
+        (0.7, 0.7),
+    ],
+)
+def test_a_cosine_goes_exactly_from_the_rate_of_the_optimizer_to_its_end(base_lr, end):
+    cfg = make_cfg("WarmupCosineLR", optimizer={"LR": base_lr}, BASE_LR=9.0, BASE_LR_END=end)
+    assert lrs_of(cfg)[::10] == [base_lr, end]
 
 
 def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):

@@ -76,20 +76,21 @@ def test_any_class_of_torch_takes_its_own_arguments(name, arguments, expected):
     assert all(optimizer.param_groups[0][key] == value for key, value in expected.items())
 
 
-def test_a_key_of_the_solver_that_is_set_and_not_taken_is_an_error():
-    for name, key, value in (
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
         ("AdamW", "MOMENTUM", 0.95),
         ("AdamW", "NESTEROV", True),
         ("Rprop", "WEIGHT_DECAY", 0.5),
         ("AdamW", "MOMENTUM", 0.9),  # the default, but it was set
         ("Rprop", "WEIGHT_DECAY", 0.0001),
-    ):
-        with pytest.raises(
-            ConfigError, match=rf"SOLVER.{key}: got {value} .* {name} does not take it"
-        ):
-            build_optimizer(make_cfg({key: value}, NAME=name), make_model())
-        # which asks for nothing
-        build_optimizer(make_cfg({key: type(value)(0)}, NAME=name), make_model())
+    ],
+)
+def test_a_key_of_the_solver_that_is_set_and_not_taken_is_an_error(name, key, value):
+    with pytest.raises(ConfigError, match=rf"SOLVER.{key}: got {value} .* {name} does not take it"):
+        build_optimizer(make_cfg({key: value}, NAME=name), make_model())
+    # which asks for nothing
+    build_optimizer(make_cfg({key: type(value)(0)}, NAME=name), make_model())
 
 
 def test_the_config_file_of_a_run_builds_the_same_optimizer(tmp_path):

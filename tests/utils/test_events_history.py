@@ -92,17 +92,20 @@ def test_a_mean_has_every_value_so_one_that_is_not_finite_shows_in_it():
     assert math.isnan(filled([1.0, math.nan]).global_avg())
 
 
-def test_a_window_counts_iterations_and_not_values():
-    for iterations, counts in (
+@pytest.mark.parametrize(
+    ("iterations", "counts"),
+    [
         ([0, 1, 2, 3, 4, 5], {3: 3, 100: 6}),
         ([0, 1, 2, 2, 2, 5], {3: 1}),
         ([0, 1, 2, 3, 3, 3], {2: 4}),
         ([0, 10, 20, 29, 29, 30], {10: 3, 11: 4, 31: 6}),
-    ):
-        history = HistoryBuffer()
-        for iteration in iterations:
-            history.update(0.0, iteration)
-        assert {window: history.count_within(window) for window in counts} == counts
+    ],
+)
+def test_a_window_counts_iterations_and_not_values(iterations, counts):
+    history = HistoryBuffer()
+    for iteration in iterations:
+        history.update(0.0, iteration)
+    assert {window: history.count_within(window) for window in counts} == counts
 
 
 def read(history):

@@ -34,8 +34,9 @@ class EveryTensor(nn.Module):
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
 
-def test_the_weight_of_an_update_is_that_of_its_rule():
-    for arguments, expected in [
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         ({"decay": 0.9}, {0: 1, 1: 0.1, 9: 0.1}),
         ({"decay": 0.9, "interval": 2}, {0: 1, 1: 0, 2: 0.1}),
         (
@@ -55,11 +56,11 @@ def test_the_weight_of_an_update_is_that_of_its_rule():
             {1: 0, 2: 0.25, 3: 0, 8: 0.25},
         ),
         ({"kind": "mmcv", "decay": 0.9998}, {1: 0.0002, 100: 0.0002}),
-    ]:
-        rule = averaging_rule(**arguments)
-        assert {steps: rule(steps) for steps in expected} == pytest.approx(expected, abs=1e-6), (
-            arguments
-        )
+    ],
+)
+def test_the_weight_of_an_update_is_that_of_its_rule(arguments, expected):
+    rule = averaging_rule(**arguments)
+    assert {steps: rule(steps) for steps in expected} == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -284,24 +285,23 @@ def average_of(hook, model, prefix=""):
         return copy.deepcopy(evaluated)
 
 
-def test_the_average_follows_the_updates():
-    """Of a weight that is 0, -1, -2, ..., and that an evaluation does not change."""
-    for arguments, expected in [
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         ({"decay": 0.5, "begin": 1}, [0, -0.5, -1.25, -2.125, -3.0625]),
         ({"decay": 0.5, "begin": 3}, [0, -1, -2, -2.5, -3.25]),
         ({"kind": "mean", "begin": 3, "interval": 2}, [0, -1, -2, -2, -3]),
-    ]:
-        model, hook, found = Weight(), EMAHook(**arguments), []
-        trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=1.0))
-        note = AfterStep(
-            lambda _, hook=hook, model=model, found=found: found.append(
-                average_of(hook, model).weight
-            )
-        )
-        trainer.register_hooks([hook, note])
-        trainer.train(0, 5)
-        assert [weight.item() for weight in found] == pytest.approx(expected, abs=1e-6)
-        assert model.weight.item() == -4
+    ],
+)
+def test_the_average_follows_the_updates(arguments, expected):
+    """Of a weight that is 0, -1, -2, ..., and that an evaluation does not change."""
+    model, hook, found = Weight(), EMAHook(**arguments), []
+    trainer = SimpleTrainer(model, [torch.tensor(1.0)], sgd(model, lr=1.0))
+    note = AfterStep(lambda trainer: found.append(average_of(hook, model).weight))
+    trainer.register_hooks([hook, note])
+    trainer.train(0, 5)
+    assert [weight.item() for weight in found] == pytest.approx(expected, abs=1e-6)
+    assert model.weight.item() == -4
 
 
 class Job:

@@ -88,14 +88,14 @@ def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
     assert run((0, 2), (2, 4)) == [0.125, 0.5, 0.375, 0.5]
 
 
-def test_a_field_that_no_group_has_is_an_error_before_the_first_step():
-    for param in ("weight_decy", "nesterov", "betas.0"):
-        trainer, used = make(ParamScheduler(param, HALVE))
-        with pytest.raises(
-            ValueError, match=rf"no parameter group has '{param}'; accepted: .*'weight_decay'"
-        ):
-            trainer.train(0, 1)
-        assert used == []
+@pytest.mark.parametrize("param", ["weight_decy", "nesterov", "betas.0"])
+def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param):
+    trainer, used = make(ParamScheduler(param, HALVE))
+    with pytest.raises(
+        ValueError, match=rf"no parameter group has '{param}'; accepted: .*'weight_decay'"
+    ):
+        trainer.train(0, 1)
+    assert used == []
 
 
 CONSTANT = ConstantParamScheduler(1.0)

@@ -90,13 +90,16 @@ def test_what_cannot_be_shown_is_an_error_of_one_line(write_run, tmp_path, monke
         assert "\n" not in str(error.value)
 
 
-def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has():
-    for paths, names in (
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
         (["/one/a", "/two/a", "/two/b"], ["one/a", "two/a", "b"]),
         (["/x/1/a/run", "/y/1/a/run"], ["x", "y"]),
         (["/a", "/b/a"], ["/", "b"]),
-    ):
-        assert shortest_names([Path(path) for path in paths]) == names
+    ],
+)
+def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has(paths, names):
+    assert shortest_names([Path(path) for path in paths]) == names
 
 
 def test_runs_of_a_sweep_are_named_by_the_settings_that_differ(write_run, tmp_path):

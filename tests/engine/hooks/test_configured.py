@@ -101,8 +101,9 @@ def test_every_default_hook_can_be_switched_off(tmp_path):
     )
 
 
-def test_a_wrong_entry_is_named_before_training(tmp_path):
-    for entry, message in (
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
         ({"PERIOD": 3}, r"HOOKS is a list of entries"),
         (
             {"NAME": "Recoder"},
@@ -115,9 +116,11 @@ def test_a_wrong_entry_is_named_before_training(tmp_path):
             {"NAME": "Recorder", "PRIORITY": "FIRST"},
             r"HOOKS: Recorder: priority must be .*got 'FIRST'",
         ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            trainer(tmp_path, entry)
+    ],
+)
+def test_a_wrong_entry_is_named_before_training(entry, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, entry)
 
 
 def test_a_trainer_that_builds_its_hooks_alone_is_told_which_entries_it_leaves_out(
