@@ -38,9 +38,20 @@ def test_scientific_numbers_are_numbers_and_tuples_are_read_where_a_list_is_want
     assert cfg.OUTPUT_DIR == "(a,)"
 
 
-def test_a_value_of_the_command_line_is_a_literal_or_yaml_or_text():
-    texts = ["null", "#fff", "", "true", "[a, 1e-3]", "(1, 2)", "a: [b"]
-    assert [*map(parse_literal, texts)] == [None, "#fff", "", True, ["a", 0.001], (1, 2), "a: [b"]
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("null", None),
+        ("#fff", "#fff"),
+        ("", ""),
+        ("true", True),
+        ("[a, 1e-3]", ["a", 0.001]),
+        ("(1, 2)", (1, 2)),
+        ("a: [b", "a: [b"),
+    ],
+)
+def test_a_value_of_the_command_line_is_a_literal_or_yaml_or_text(text, value):
+    assert parse_literal(text) == value
 
 
 @pytest.mark.parametrize(

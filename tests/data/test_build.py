@@ -140,14 +140,21 @@ def test_the_batch_size_is_divided_among_ranks_or_given_per_rank(as_rank):
         build_batch_data_loader([0], InferenceSampler(1), None, single_gpu_batch_size=12).batch_size
         == 12
     )
-    for total, options, message in (
+
+
+@pytest.mark.parametrize(
+    ("total", "options", "message"),
+    [
         (6, {}, r"total_batch_size .* positive multiple of the world size 4, got 6"),
         (0, {}, "got 0"),
         (None, {}, "give total_batch_size or single_gpu_batch_size: None, None"),
         (4, {"single_gpu_batch_size": 1}, "single_gpu_batch_size: 4, 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build_batch_data_loader([0], InferenceSampler(1), total, **options)
+    ],
+)
+def test_a_batch_size_that_cannot_be_divided_is_an_error(total, options, message, as_rank):
+    as_rank(0, 4)
+    with pytest.raises(ValueError, match=message):
+        build_batch_data_loader([0], InferenceSampler(1), total, **options)
 
 
 def test_pinned_memory_is_not_asked_for_without_a_device_that_runs_ahead(monkeypatch):

@@ -48,15 +48,16 @@ def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
         for hook in trainer.hooks
         if (name := type(hook).__name__) not in find_plugins().run_hooks
     ] == [
-        *(
-            "IterationTimer",
-            "LRScheduler",
-            "CallbackHook",
-            "HookBase",
-            "PeriodicCheckpointer",
-            "EvalHook",
-        ),
-        *("BestCheckpointer", "EarlyStopping", "FinalEvalHook", "PeriodicWriter"),
+        "IterationTimer",
+        "LRScheduler",
+        "CallbackHook",
+        "HookBase",
+        "PeriodicCheckpointer",
+        "EvalHook",
+        "BestCheckpointer",
+        "EarlyStopping",
+        "FinalEvalHook",
+        "PeriodicWriter",
     ]
 
 

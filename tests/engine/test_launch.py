@@ -232,14 +232,20 @@ def test_each_process_takes_its_own_device_and_tensors_of_the_cpu_go_over_gloo(
     assert found.get("index") == (None if device is None else int(device[-1]))
 
 
-def test_one_process_is_a_plain_call_without_a_process_group_and_arguments_without_sense_are_refused():
+def test_one_process_is_a_plain_call_without_a_process_group():
     assert launch(str, 1, args=("x",)) == "x"
     assert not dist.is_initialized()
-    for arguments, message in (
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ((-1,), "got -1, 0 and 1"),
         ((1, 2, 2), "got 1, 2 and 2"),
         ((1, 2, 0), "dist_url: got None; accepted: tcp://HOST:PORT"),
         ((2, 1, 0, "tcp://host"), "dist_url: got 'tcp://host'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            launch(str, *arguments)
+    ],
+)
+def test_numbers_of_ranks_without_sense_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        launch(str, *arguments)

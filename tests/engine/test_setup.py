@@ -77,21 +77,25 @@ def test_options_may_stand_before_and_after_the_key_value_pairs(capsys):
     assert {name: args[name] for name in of_the_core} == of_the_core
 
 
-def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda sec: pytest.fail("rank 0 waits for nobody"))
-    for error, code, printed in (
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
         (ConfigError("MODEL.NAME is empty"), 2, "error: MODEL.NAME is empty\n"),
         (CheckpointError("no such file"), 2, "error: no such file\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
-    ):
-        with pytest.raises(SystemExit, match=f"^{code}$"), user_errors_exit():
-            raise error
-        assert capsys.readouterr().err == printed
-    # a mistake of the program keeps its traceback
-    with (
-        pytest.raises(ZeroDivisionError),
-        user_errors_exit(),
-    ):
+    ],
+)
+def test_a_mistake_of_the_user_and_ctrl_c_end_with_one_line(
+    error, code, printed, capsys, monkeypatch
+):
+    monkeypatch.setattr(time, "sleep", lambda sec: pytest.fail("rank 0 waits for nobody"))
+    with pytest.raises(SystemExit, match=f"^{code}$"), user_errors_exit():
+        raise error
+    assert capsys.readouterr().err == printed
+
+
+def test_a_mistake_of_the_program_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError), user_errors_exit():
         1 / 0  # noqa: B018
 
 

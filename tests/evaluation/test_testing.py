@@ -42,7 +42,10 @@ def test_one_element_of_numpy_or_torch_is_a_number_and_several_are_refused_by_th
     results = {"task": {"a": np.array([5.0]), "b": torch.tensor([[0.25]]), "c": np.float32(0.5)}}
     table = logged(caplog, print_csv_format, {"task": {**results["task"], "n": torch.tensor([3])}})
     assert [line.split("|")[3].strip() for line in table.splitlines()[3:]] == [
-        *("5.0000", "0.2500", "0.5000", "3"),
+        "5.0000",
+        "0.2500",
+        "0.5000",
+        "3",
     ]
     entries = [("task", name, value, 0.0) for name, value in (("a", 5.0), ("b", 0.25), ("c", 0.5))]
     assert verify_results(expecting(*entries), results)

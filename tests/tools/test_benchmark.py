@@ -235,8 +235,17 @@ def test_a_model_that_is_not_finite_is_found_by_hand(modules):
 @pytest.mark.parametrize(
     "name",
     [
-        *("step", "save", "load", "evaluation", "clipping", "scalars", "samples", "ranks"),
-        *("start", "resume", "gpu"),
+        "step",
+        "save",
+        "load",
+        "evaluation",
+        "clipping",
+        "scalars",
+        "samples",
+        "ranks",
+        "start",
+        "resume",
+        "gpu",
     ],
 )
 def test_each_section_is_measured_and_each_of_its_rows_has_a_twin(

@@ -163,19 +163,29 @@ def test_a_histogram_is_of_the_finite_values_and_says_its_name_where_there_are_o
         storage.put_histogram("wrong", torch.ones(2), bins=0)
 
 
-def test_an_image_of_another_shape_or_type_is_refused_by_its_name():
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(4, 4),
+        torch.zeros(5, 4, 3),
+        torch.zeros(1, 3, 4, 4),
+        torch.zeros(2, 4, 4),
+        torch.zeros(3, 0, 4),
+        torch.zeros(0),
+        torch.zeros(3, 4, 4, dtype=torch.int64),
+        torch.zeros(3, 2, 2, dtype=torch.complex64),
+        np.zeros((4, 4)),
+        None,
+        "picture",
+    ],
+)
+def test_an_image_of_another_shape_or_type_is_refused_by_its_name(wrong):
     storage = EventStorage()
-    for wrong in (
-        *(torch.zeros(4, 4), torch.zeros(5, 4, 3), torch.zeros(1, 3, 4, 4), torch.zeros(2, 4, 4)),
-        *(torch.zeros(3, 0, 4), torch.zeros(0), torch.zeros(3, 4, 4, dtype=torch.int64)),
-        *(np.zeros((4, 4)), torch.zeros(3, 2, 2, dtype=torch.complex64), None, "picture"),
+    with (
+        pytest.raises(ValueError, match="image 'head/wrong' .*(accepted: |must be a tensor)"),
+        storage.name_scope("head"),
     ):
-        with (
-            pytest.raises(ValueError, match="image 'head/wrong' ") as raised,
-            storage.name_scope("head"),
-        ):
-            storage.put_image("wrong", wrong)
-        assert "accepted: " in str(raised.value) or "must be a tensor" in str(raised.value)
+        storage.put_image("wrong", wrong)
     assert storage.images() == []
 
 

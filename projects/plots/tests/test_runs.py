@@ -74,20 +74,25 @@ def test_a_run_without_metrics_is_left_out_with_a_warning(write_run, tmp_path, c
     assert f"{empty}/metrics.json has no metrics" in caplog.text
 
 
-def test_what_cannot_be_shown_is_an_error_of_one_line(write_run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "full", [{"iteration": 1, "x": 1}])
-    write_run(tmp_path / "empty", [])
-    (tmp_path / "binary.json").write_bytes(bytes(range(256)))
-    for places, message in (
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
         (["nowhere"], "there is no run at 'nowhere'; give an output folder with a metrics.json"),
         (["empty"], "no metrics in .*empty/metrics.json"),
         (["binary.json"], "no metrics in .*binary.json"),
         (["full", "full/metrics.json"], "'full/metrics.json' is given twice"),
-    ):
-        with pytest.raises(RunError, match=message) as error:
-            read_runs(places)
-        assert "\n" not in str(error.value)
+    ],
+)
+def test_what_cannot_be_shown_is_an_error_of_one_line(
+    places, message, write_run, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "full", [{"iteration": 1, "x": 1}])
+    write_run(tmp_path / "empty", [])
+    (tmp_path / "binary.json").write_bytes(bytes(range(256)))
+    with pytest.raises(RunError, match=message) as error:
+        read_runs(places)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
