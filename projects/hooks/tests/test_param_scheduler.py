@@ -220,8 +220,8 @@ def test_the_factor_multiplies_the_schedule_which_goes_on():
         [3.0, 3.0, 2.0, 2.0], LinearParamScheduler(1.0, 0.0), lr=1.0, period=2, factor=0.5
     )
     trainer.train(0, 8)
-    factors = [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]  # the last evaluation is that of the end
-    assert used == [factor * (1 - iter / 8) for iter, factor in enumerate(factors)]
+    # halved after four iterations; the last evaluation is that of the end
+    assert used == [1.0, 0.875, 0.75, 0.625, 0.25, 0.1875, 0.125, 0.0625]
     assert trainer.storage.history("lr").values() == list(zip(used, range(8), strict=True))
 
 
