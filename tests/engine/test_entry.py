@@ -77,10 +77,11 @@ def test_a_finished_run_shows_its_evaluations_what_was_best_where_the_time_went_
     assert log.count("Total inference time") == log.count("Evaluation results") == 2
     assert terminal.index("Total inference time") > terminal.index("after 10 of 10 iterations")
     for text in ("(torch uses ", "TinyClassifier(\n"):  # the environment and the model
-        assert (text in terminal, text in log) == (False, True)
+        assert text not in terminal
+        assert text in log
 
     end, time, cows, best, files = end_of(tmp_path / "log.txt")
-    assert end == "The run has finished after 10 of 10 iterations"
+    assert "finished after 10 of 10 iterations" in end
     assert " s per step, " in time
     assert cows == "42 cows were seen"
     assert re.fullmatch(r"best classification/top1 .*: model_best.pth", best)
@@ -99,10 +100,11 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on_and_one_that_has_finish
             tiny_cfg(tmp_path / "failed"), trainer_class=with_hook(AfterStep(lambda trainer: 1 / 0))
         )
     first, *_, last = end_of(tmp_path / "stopped" / "log.txt")
-    assert first == "The run was stopped after 3 of 10 iterations"
-    assert last == "to go on: the same command with --resume, or trainer.train()"
+    assert "stopped after 3 of 10 iterations" in first
+    assert "--resume" in last
+    assert "trainer.train()" in last
     first, *_, last = end_of(tmp_path / "failed" / "log.txt")
-    assert first == "The run has failed after 0 of 10 iterations"
+    assert "failed after 0 of 10 iterations" in first
     assert last.startswith("files in ")  # there is no checkpoint to go on from
     early = [
         "EARLY_STOPPING.METRIC",

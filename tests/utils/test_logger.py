@@ -34,7 +34,8 @@ def test_setting_up_again_never_doubles_a_line_and_closing_ends_it(tmp_path, cap
     assert messages(capsys.readouterr().out) == ["once"]
     assert (tmp_path / "log.txt").read_text() == ""
     assert messages((tmp_path / "new" / "b.log").read_text()) == ["once"]
-    assert (logger.level, logger.propagate) == (logging.NOTSET, True)
+    assert logger.level == logging.NOTSET
+    assert logger.propagate is True
 
 
 def test_rank_0_writes_to_stdout_and_each_rank_to_its_file(tmp_path, capsys, caplog):
@@ -82,15 +83,20 @@ def test_a_run_goes_on_if_stdout_cannot_be_written_and_stderr_says_so(
     assert messages((tmp_path / "log.txt").read_text()) == ["text"]
 
 
-def test_a_run_shows_its_lines_if_nobody_has_configured_logging(monkeypatch, capsys):
-    for handlers, lines in (
+@pytest.mark.parametrize(
+    ("handlers", "lines"),
+    [
         ([logging.NullHandler()], []),
         ([], ["Training from iteration 0 to 2", "after 2 of 2 iterations  a: 1 "]),
-    ):
-        monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
-        hooks = [PeriodicWriter([CommonMetricPrinter(2)])]
-        Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 2)
-        assert messages(capsys.readouterr().out) == lines
+    ],
+)
+def test_a_run_shows_its_lines_if_nobody_has_configured_logging(
+    handlers, lines, monkeypatch, capsys
+):
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    hooks = [PeriodicWriter([CommonMetricPrinter(2)])]
+    Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 2)
+    assert messages(capsys.readouterr().out) == lines
 
 
 def test_a_level_that_the_program_has_set_stays():

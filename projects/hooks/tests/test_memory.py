@@ -103,7 +103,9 @@ def test_it_moves_like_move_to_device():
     meta = torch.device("meta")  # a device that is not the CPU, on every machine
     batch = UserDict(x=torch.ones(2), name="a")
     [moved] = CopyAhead().move([batch], meta)
-    assert (moved["x"].device, moved["name"], type(moved)) == (meta, "a", UserDict)
+    assert moved["x"].device == meta
+    assert moved["name"] == "a"
+    assert type(moved) is UserDict
     assert batch["x"].device == torch.device("cpu")
 
 

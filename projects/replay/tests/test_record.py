@@ -79,7 +79,7 @@ def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_rep
     with pytest.raises(IndexError):
         trainer.train()
 
-    assert "A step of this run cannot be repeated: its checkpoints are in parts" in caplog.text
+    assert "its checkpoints are in parts" in caplog.text
     assert "To repeat the step" not in caplog.text
     assert not (tmp_path / "capsule.rank0.pt").exists()
 
@@ -104,7 +104,7 @@ def test_names_of_samples_that_cannot_be_had_do_not_end_a_run(tmp_path, caplog):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.CHECKPOINT_PERIOD", 1))
     trainer.register_hooks([stop_at(0)])
     trainer.train()
-    assert "The files of the last samples are not recorded: LookupError: no name" in caplog.text
+    assert "not recorded: LookupError: no name" in caplog.text
     assert (tmp_path / "model_0000000.pth").exists()
 
 

@@ -121,7 +121,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(
     path = tmp_path / "metrics.json"
     trainer = writing_run(path, stop_at(stop), asynchronous=is_asynchronous)
     trainer.train(0, 13)
-    assert (trainer.status, rows(path)[-1]["iteration"]) == ("stopped", stop)  # for the user to see
+    assert trainer.status == "stopped"
+    assert rows(path)[-1]["iteration"] == stop  # for the user to see
     if not in_process:
         state = through_a_file(trainer.state_dict())
         trainer = writing_run(path, asynchronous=is_asynchronous)
