@@ -326,4 +326,4 @@ def test_a_resumed_run_has_the_threads_of_its_checkpoint_or_names_the_difference
         assert "torch uses 3 threads, as in the checkpoint; here it had 2" in caplog.text
     else:
         assert threads == 2
-        assert "NUM_THREADS is 2, and the checkpoint is of a run with 3 threads" in caplog.text
+        assert "torch uses 2 threads; in the checkpoint's run it used 3" in caplog.text

@@ -154,7 +154,8 @@ def test_a_failing_step_is_logged_with_its_iteration_and_raised_after_after_trai
     assert calls[-2:] == [("before_step", fail_at, "running"), ("after_train", fail_at, "failed")]
     assert (trainer.iter, trainer.status) == (fail_at, "failed")
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert record.getMessage() == f"Training failed in iteration {fail_at} of 0 to 2: {message}"
+    where = f"after {fail_at} of 3 iterations (in iteration {fail_at}, counted from 0)"
+    assert record.getMessage() == f"Training failed {where}: {message}"
     assert record.exc_info is None  # the error is raised again, with its traceback
     [traced] = [record for record in caplog.records if record.exc_info is not None]
     assert traced.levelno == logging.DEBUG  # for the log file
@@ -304,7 +305,7 @@ def test_a_run_that_was_stopped_goes_on_at_its_next_iteration_without_a_warning(
     [
         (
             7,
-            "This run stands at iteration 6, so train(7, ...) skips iterations, and its metrics start anew",
+            "This run has done 6 iterations, so train(7, ...) skips iterations, and its metrics start anew",
         ),
         (0, "so train(0, ...) trains iterations again"),
     ],
@@ -475,7 +476,7 @@ def test_hooks_are_described_by_point_in_order_and_the_description_is_logged(cap
         "  after_step        Late"
     )
     trainer.train(2, 2)
-    assert "Training from iteration 2 to 2" in caplog.messages
+    assert "Training starts after 2 of 2 iterations" in caplog.messages
     assert f"Hooks in order:\n{trainer.describe_hooks()}" in caplog.messages
 
 

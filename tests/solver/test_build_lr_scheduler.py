@@ -95,7 +95,9 @@ def test_a_cosine_goes_exactly_from_the_rate_of_the_optimizer_to_its_end():
 def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert lrs_of(make_cfg(STEPS=(5, 10, 30))) == [1.0] * 5 + [0.1] * 6
-    assert caplog.messages == ["SOLVER.STEPS are (5, 10, 30), but the training ends at 10"]
+    assert caplog.messages == [
+        "SOLVER.STEPS are (5, 10, 30), but the training ends after 10 iterations"
+    ]
 
 
 def test_the_log_says_the_first_rate_and_the_one_after_the_warm_up(caplog):
@@ -214,8 +216,7 @@ def test_a_warm_up_that_never_reaches_the_rate_is_a_warning_with_the_largest_rat
     assert max(rates) == pytest.approx(0.2 * largest, rel=1e-5)
     assert rates.index(max(rates)) == at
     [text] = never_reached(caplog)
-    assert f"reaches 0.2: the largest is {max(rates):g}, {max(rates) / 0.2:.3g} times this" in text
-    assert f"in iteration {at}." in text
+    assert f"reaches 0.2: the largest is {max(rates):.3g}, after {at} iterations" in text
     assert "SOLVER.RESCALE_INTERVAL True" in text
 
 

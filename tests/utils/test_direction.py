@@ -52,7 +52,7 @@ def test_a_loss_that_falls_does_not_stop_the_run_and_the_log_says_why(caplog):
     caplog.set_level("INFO")
     hook = EarlyStopping(1, "val_loss")
     assert (
-        "EarlyStopping: smaller values of 'val_loss' are better, by its name; set mode to change this"
+        "EarlyStopping: smaller val_loss is better, by its name; set mode to change this"
     ) in caplog.messages
     trainer.train(0, 4)
     assert trainer.iter == 4
