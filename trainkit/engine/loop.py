@@ -558,10 +558,10 @@ class TrainerBase:
         if self._inside and not self._has_warned_of_save:
             self._has_warned_of_save = True
             logger.warning(
-                "A hook saves a checkpoint itself, in iteration %d; a run resumed from it is not "
+                "A hook saves a checkpoint itself, %s; a run resumed from it is not "
                 "exact. Call trainer.request_save(name), so that the trainer saves at the save "
                 "point",
-                self.iter,
+                say_done(self.done),
             )
         for hook in self._hook_list.at["before_save"]:
             hook.before_save(state)

@@ -27,7 +27,7 @@ def setup_logger(
     abbrev_name: str | None = None,
     enable_propagation: bool = False,
     configure_stdout: bool = True,
-    stdout_level: int | str = logging.DEBUG,
+    stdout_level: int | str = logging.INFO,
 ) -> logging.Logger:
     """Write a logger's lines to stdout (on rank 0) and to a file (on every rank).
 
