@@ -1,6 +1,6 @@
 """TrainerBase: the loop, which calls the hooks.
 
-It knows nothing about models, data or optimizers.
+It trains nothing itself: models, data and optimizers belong to subclasses.
 """
 
 import logging
@@ -107,6 +107,7 @@ class TrainerBase:
         )
         self.failure: BaseException | None = None
         self.rank_keys = self.own_keys
+        # weak references, since a strong one would keep the trainer alive
         self._hook_list = HookList(weakref.proxy(self))
         self._attributes = Attributes(weakref.proxy(self))
         self._stops = StopRequests()

@@ -257,7 +257,10 @@ def _put(
     values: dict[str, Any],
     prefix: str,
 ) -> None:
-    """Add a row to the storage, with the means over all ranks."""
+    """Add a row to the storage, with the means over all ranks.
+
+    Not by `EventStorage.put_scalars`: the trainer's own names need no check in each step.
+    """
     if prefix:
         values = {prefix + name: value for name, value in values.items()}
     times = {"rank_data_time": own_data_time, "data_time": longest_data_time}
@@ -301,7 +304,7 @@ def exchange_rows(
     """Returns rows with the means over ranks, and the failure of each rank.
 
     The ``data_time`` of a row is the longest one. The result is the same on every rank. There is
-    one exchange of a block whose size depends on ``most`` alone. If a rank has failed, or other
+    one exchange of a block whose size depends on ``max_rows`` alone. If a rank has failed, or other
     names, all of them notice this in the exchange and make a second one.
 
     Args:

@@ -361,9 +361,8 @@ class EventStorage:
         smoothed = self.latest()
         for name, (_, iteration) in smoothed.items():
             if self._smoothing_hints[name]:
-                history = self._history[name]
-                length = history.count_within(window_size)
-                smoothed[name] = history.median(length), iteration
+                median, _ = self._history[name].smooth(window_size)
+                smoothed[name] = median, iteration
         return smoothed
 
     def counts_left_out(self, window_size: int = 20) -> dict[str, int]:
@@ -376,10 +375,9 @@ class EventStorage:
         for name, history in self.histories().items():
             if not self._smoothing_hints[name]:
                 continue
-            length = history.count_within(window_size)
-            count = history.count_not_finite(length)
-            if 0 < count < length:
-                counts[name] = count
+            _, num_left_out = history.smooth(window_size)
+            if num_left_out > 0:
+                counts[name] = num_left_out
         return counts
 
     def count_samples(self, name: str, window_size: int = 20) -> int:

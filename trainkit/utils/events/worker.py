@@ -30,7 +30,8 @@ class Numbers:
         self._values = values
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for place, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
+            is_read_already = type(value) is float  # the usual case, which costs less to find out
+            if not is_read_already and isinstance(value, torch.Tensor):
                 groups.setdefault((value.device, value.dtype), []).append(place)
         self._stacks = []
         for places in groups.values():
