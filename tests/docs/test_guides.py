@@ -21,6 +21,7 @@ from trainkit.checkpoint.file import read_file
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import MetadataCatalog, build_test_loader, build_train_loader
 from trainkit.engine import (
+    AMPTrainer,
     DefaultTrainer,
     GraphTrainer,
     HookBase,
@@ -49,7 +50,7 @@ def merged(text, cfg=None):
 NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 (COMMAND,) = blocks("docs/hooks.md", "sh")
-TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
+IN_SHORT, COUNTER, WITHOUT_CONFIG, TRAIN, ITERATION = blocks("docs/training_loop.md", "python")
 DATASET, UNNAMED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
 (COMBINED,) = blocks("projects/samplers/README.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
@@ -169,6 +170,12 @@ def test_the_loop_is_that_of_the_source():
     )
     assert "\n\n\n".join("\n".join(code_of(part)) for part in parts) + "\n" == ITERATION
 
+    lines, short = [
+        [line.partition("  #")[0] for line in code.splitlines()]
+        for code in (blocks("README.md", "python")[0], IN_SHORT)
+    ]
+    assert short == lines
+
 
 def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
     trainer = run(WITHOUT_CONFIG, "training_loop.md")["trainer"]
@@ -178,6 +185,42 @@ def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("finished ")
     counter = run(COUNTER, "training_loop.md")["counter"]
     assert counter.storage.history("square").values() == [(0, 0), (1, 1), (4, 2), (9, 3)]
+    assert (counter.status, counter.iter) == ("stopped", 4)
+
+
+def test_a_setting_of_the_table_does_what_its_argument_does(tmp_path):
+    table = page("docs/training_loop.md").partition(
+        "`SimpleTrainer`: an argument |\n|---|---|---|\n"
+    )
+    rows = [re.findall("`(.+?)`", line) for line in table[2].partition("\n\n")[0].splitlines()]
+    model, data_loader = Weight(), [torch.tensor(1.0)] * 5
+    names = {"model": model, "data_loader": data_loader, "optimizer": sgd(model, lr=0.5)}
+    names |= {"AMPTrainer": AMPTrainer, "torch": torch}
+    names |= {"SimpleTrainer": SimpleTrainer, "clip_grad_norm_": torch.nn.utils.clip_grad_norm_}
+
+    def by_config(setting):
+        torch.manual_seed(0)
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, "SEED", 0, *shlex.split(setting)))
+        trainer.train()
+        return trainer
+
+    def by_argument(argument):
+        trainer = eval(f"SimpleTrainer(model, data_loader, optimizer, {argument})", names)
+        trainer.train(0, 1)
+        return trainer
+
+    (clipping, clips), (accumulates, steps), (in_bf16, amp), (epochs, lasts) = rows
+    assert len(by_config(clipping).storage.history("grad_norm").values()) == 10
+    assert len(by_argument(clips).storage.history("grad_norm").values()) == 1
+    assert by_config(accumulates).epoch_length == by_argument(steps).epoch_length == 5 / 4
+    half, whole = by_config(in_bf16), by_config("SEED 0")
+    losses = [trainer.storage.history("total_loss").values() for trainer in (half, whole)]
+    assert losses[0] != losses[1] == by_config("SEED 0").storage.history("total_loss").values()
+    assert eval(amp, names).precision == torch.bfloat16
+    assert by_config(epochs).max_iter == 20 * 5
+    trainer = SimpleTrainer(model, data_loader, sgd(model, lr=0.5))
+    eval(lasts, {"trainer": trainer})
+    assert trainer.max_iter == 20 * 5
 
 
 def test_the_dataset_of_the_page_is_transformed_and_batched():
