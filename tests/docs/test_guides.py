@@ -49,7 +49,7 @@ def merged(text, cfg=None):
 
 NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
-(COMMAND,) = blocks("docs/hooks.md", "sh")
+USE, COMMAND = blocks("docs/hooks.md", "sh")
 IN_SHORT, COUNTER, WITHOUT_CONFIG, TRAIN, ITERATION = blocks("docs/training_loop.md", "python")
 DATASET, UNNAMED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
 (COMBINED,) = blocks("projects/samplers/README.md", "python")
@@ -85,6 +85,20 @@ def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monk
     assert [iter for _, iter in trainer.storage.history("weight_norm").values()] == [3, 7]
 
 
+def test_the_hooks_of_the_first_command_average_and_store_the_rate_of_each_group(tmp_path):
+    options = shlex.split(USE)[2:]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.BIAS_LR_FACTOR", 2.0, *options))
+    trainer.train()
+    rates = {
+        name: history.values()[0][0]
+        for name, history in trainer.storage.histories().items()
+        if name.startswith("lr/")
+    }
+    assert max(rates.values()) == pytest.approx(2 * min(rates.values()))
+    assert len(rates) == len(trainer.optimizer.param_groups) > 1
+    assert "EMAHook" in {type(hook).__name__ for hook in trainer.hooks}
+
+
 def test_the_hook_of_the_page_stores_the_accuracy_of_training_batches_from_the_outputs():
     page = run(OUTPUTS, "hooks.md")
     batches = [{"x": torch.randn(8, 4), "label": torch.tensor([0, 1] * 4)} for _ in range(3)]
@@ -102,16 +116,16 @@ def test_the_hook_of_the_page_stores_the_accuracy_of_training_batches_from_the_o
 def test_the_tables_have_every_point_and_every_hook_with_a_line_that_is_understood():
     text = page("docs/hooks.md")
     points = re.findall(
-        r"^\| (`.+?`) \|", text.partition("## Points")[2].partition("## Inputs")[0], re.MULTILINE
+        r"^\| (`.+?`) \|",
+        text.partition("## Points")[2].partition("## The save point")[0],
+        re.MULTILINE,
     )
     assert sorted(name for row in points for name in re.findall(r"`(\w+)", row)) == sorted(
         HOOK_POINTS
     )
 
     rows = dict(
-        re.findall(
-            r"^\| `(\w+)` \| .+? \| (.+) \|$", text.partition("## The save point")[0], re.MULTILINE
-        )
+        re.findall(r"^\| `(\w+)` \| .+? \| (.+) \|$", text.partition("## Points")[0], re.MULTILINE)
     )
     public = {
         name: getattr(hooks, name)
