@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from tests.docs.pages import blocks, contents, page, run
-from tests.engine.job import tiny_cfg
+from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from tools.inspect_checkpoint import compare_files, entries_of
 from trainkit.checkpoint.file import read_file
@@ -32,6 +32,7 @@ from trainkit.engine import (
     hooks,
 )
 from trainkit.engine.hook_base import HOOK_POINTS
+from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import events
 from trainkit.utils.plugins import find_plugins, lent_names
 
@@ -356,6 +357,41 @@ def test_the_script_evaluates_keeps_the_best_weights_and_stops_early(tmp_path):
     with torch.no_grad():
         of_best = sum(model(batch)["loss"].item() for batch in names["make_data"]()[15:]) / 5
     assert of_best == best
+
+
+(USUAL,) = blocks("docs/config.md", "yaml")
+
+
+def test_the_usual_settings_train_with_the_rates_that_they_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(MODEL_REGISTRY, "_objects", {**MODEL_REGISTRY._objects})
+
+    @MODEL_REGISTRY.register()
+    class MyModel(TinyClassifier):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            assert cfg.MODEL.WIDTH == 64
+            self.backbone = torch.nn.Linear(4, 4)
+
+        def forward(self, batch):
+            return super().forward({**batch, "x": self.backbone(batch["x"])})
+
+    cfg = merged(USUAL, tiny_cfg(tmp_path))
+    cfg.merge_from_list(["OUTPUT_DIR", str(tmp_path), "SOLVER.IMS_PER_BATCH", 2])
+    trainer = DefaultTrainer(cfg)
+    found = {}
+    for group in trainer.optimizer.param_groups:
+        for name, parameter in trainer.model.named_parameters():
+            if any(parameter is each for each in group["params"]):
+                found[name] = (group["initial_lr"], group["weight_decay"], group["betas"])
+    assert found["backbone.weight"] == (pytest.approx(0.0001), 0.05, (0.9, 0.98))
+    assert found["layers.0.weight"] == (0.001, 0.05, (0.9, 0.98))
+    assert found["layers.0.bias"] == (0.001, 0, (0.9, 0.98))
+
+    trainer.train()
+    assert trainer.max_iter == 20 * 40 / (2 * 4)
+    rates = [rate for rate, _ in trainer.storage.history("lr").values()]
+    assert rates.index(max(rates)) == pytest.approx(5, abs=1)  # the warm-up has one epoch
+    assert len(trainer.storage.history("grad_norm").values()) == trainer.max_iter
 
 
 THREADS, GARBAGE, EAGER, GRAPH = blocks("docs/performance.md", "yaml")
