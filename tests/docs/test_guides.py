@@ -52,7 +52,7 @@ NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 USE, COMMAND = blocks("docs/hooks.md", "sh")
 IN_SHORT, COUNTER, WITHOUT_CONFIG, TRAIN, ITERATION = blocks("docs/training_loop.md", "python")
-DATASET, UNNAMED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
+UNNAMED, DATASET, PADDING, WEIGHTED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
 (COMBINED,) = blocks("projects/samplers/README.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
@@ -256,6 +256,28 @@ def test_the_trainer_of_the_page_gives_its_datasets_without_a_name(tmp_path):
     assert sorted(next(iter(trainer.build_train_loader(cfg)))["x"].tolist()) == [*range(100)]
     batches = [batch["x"].tolist() for batch in trainer.build_test_loader(cfg, "")]
     assert batches == [[*range(start, start + 4)] for start in range(100, 120, 4)]
+
+
+def test_the_texts_of_the_page_are_padded_to_the_longest_of_their_batch(tmp_path):
+    cfg = tiny_cfg(tmp_path, "INPUT.TRAIN_TRANSFORM", "")
+    batch = next(iter(run(PADDING, "data.md")["Trainer"].build_train_loader(cfg)))
+    lengths = batch["tokens"].sum(dim=1)
+    assert batch["tokens"].shape == (8, lengths.max())
+    assert torch.equal(batch["label"], lengths % 2)
+
+
+def test_the_sampler_of_the_page_draws_rare_samples_as_often_and_resumes(tmp_path):
+    names = run(WEIGHTED, "data.md")
+    batches = iter(names["loader"])
+    labels = torch.cat([next(batches)["label"] for _ in range(200)]).float()
+    assert labels.mean().item() == pytest.approx(0.5, abs=0.05)  # 5 of weight 19, 95 of weight 1
+    state, following = names["loader"].state_dict(), next(batches)
+    fresh = run(WEIGHTED, "data.md")["loader"]
+    fresh.load_state_dict(state)
+    assert torch.equal(next(iter(fresh))["x"], following["x"])
+    cfg = tiny_cfg(tmp_path, "INPUT.TRAIN_TRANSFORM", "")
+    loader = build_train_loader(cfg, dataset=names["samples"], sampler=names["sampler"])
+    assert len(next(iter(loader))["x"]) == 8
 
 
 def test_the_dataset_of_the_page_learns_its_epoch_in_a_worker():
