@@ -447,7 +447,7 @@ def test_both_trainers_of_the_script_train_the_same():
 
 
 PAGE = "docs/writers.md"
-PER_EPOCH, WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
+PUT, PER_EPOCH, WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
 (CONFIG,) = blocks(PAGE, "yaml")
 
 
@@ -472,6 +472,31 @@ def test_a_writer_of_ones_own_writes_with_the_others_and_the_files_are_read(tmp_
     assert set(same.columns) == set(table.columns)
     for name in ("total_loss", "classification/top1"):
         assert table[name].dropna().to_dict() == same[name].dropna().to_dict()
+
+
+def test_what_the_hook_of_the_page_puts_is_written_and_the_console_leaves_one_value_out(
+    tmp_path, caplog
+):
+    loads = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    cfg = tiny_cfg(tmp_path, "LOG.WRITERS", ["console", "json", "tensorboard"])
+    cfg.merge_from_list(["LOG.PERIOD", 10])
+    trainer = DefaultTrainer(cfg)
+    trainer.register_hooks([run(PUT, PAGE)["LogInputs"]()])
+    seen = []
+    keep = hooks.CallbackHook(after_step=lambda trainer: seen.append(trainer.batch["x"].mean()))
+    trainer.register_hooks([keep])
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    [line] = [text for text in caplog.messages if "after 10 of 10 iterations  total" in text]
+    assert "input_mean: " in line
+    assert "batch_size" not in line
+
+    tags = loads.EventAccumulator(str(tmp_path)).Reload().Tags()
+    assert (tags["images"], tags["histograms"]) == (["input"], ["inputs"])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    means = [line["input_mean"] for line in lines if "input_mean" in line]
+    assert means[-1] == pytest.approx(((seen[4] + seen[9]) / 2).item())
+    assert [line["batch_size"] for line in lines if "batch_size" in line] == [8] * len(means)
 
 
 @pytest.mark.parametrize(("period", "written"), [("1ep", [4, 9, 14, 19]), (10, [4, 14, 19])])
