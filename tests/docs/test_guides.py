@@ -18,7 +18,7 @@ from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from tools.inspect_checkpoint import compare_files, entries_of
 from trainkit.checkpoint.file import read_file
-from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.config import CfgNode, ConfigError, check_values, get_cfg
 from trainkit.data import MetadataCatalog, build_test_loader, build_train_loader
 from trainkit.engine import (
     AMPTrainer,
@@ -430,6 +430,32 @@ def test_every_yaml_block_is_a_config_and_the_hook_stores_what_each_iteration_ha
     trainer.register_hooks([names["StoreNorm"]()])
     trainer.train(0, 3)
     assert trainer.storage.history("norm").values() == [(0.75, 0), (0.5, 1), (0.25, 2)]
+
+
+def test_the_settings_of_the_first_table_are_accepted_and_three_steps_are_profiled(tmp_path):
+    table = (
+        page("docs/performance.md").partition("| what you see | try |\n")[2].partition("\n\n")[0]
+    )
+    settings = re.findall(r"`([A-Z][A-Z0-9_.]+ [^`]+)`", table)
+    assert len(settings) == 11
+    for setting in settings:
+        cfg = get_cfg()
+        cfg.merge_from_list([*shlex.split(setting), "SOLVER.WARMUP_ITERS", 0])
+        check_values(cfg)
+        assert cfg != get_cfg()
+    profile = shlex.split(settings[-1].replace("100, 103", "4, 7"))
+    DefaultTrainer(tiny_cfg(tmp_path, *profile)).train()
+    traces = sorted(path.name.partition(".")[0] for path in (tmp_path / "profile").iterdir())
+    assert traces == ["trace_iter0000004", "trace_iter0000005", "trace_iter0000006"]
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_the_optimizers_of_the_page_are_fused(name):
+    [names] = re.findall("uses the fused forms of (.+?) if", page("docs/performance.md"))
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.OPTIMIZER.NAME", name, "SOLVER.BASE_LR", 0.1])
+    optimizer = DefaultTrainer.build_optimizer(cfg, torch.nn.Linear(2, 2))
+    assert bool(optimizer.defaults["fused"]) == (name in re.findall(r"\w+", names))
 
 
 @pytest.mark.slow
