@@ -423,7 +423,7 @@ STORE_NORM, TRAINERS = blocks("docs/performance.md", "python")
 def test_every_yaml_block_is_a_config_and_the_hook_stores_what_each_iteration_had():
     for text in (THREADS, GARBAGE, EAGER, GRAPH):
         merged(text)
-    names, model = run(STORE_NORM, "performance.md", HookBase=HookBase), Weight()
+    names, model = run(STORE_NORM, "performance.md"), Weight()
     trainer = SimpleTrainer(
         model, [torch.tensor(1.0)], sgd(model, lr=0.25), async_write_metrics=True
     )
