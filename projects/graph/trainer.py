@@ -146,10 +146,10 @@ class GraphTrainer(SimpleTrainer):
             with self._beside():
                 super().unscale()  # type: ignore[misc]
 
-    def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
+    def judge_and_clip(self, losses: Losses) -> dict[str, Tensor]:
         if self._recording is None:
             with self._beside():
-                return super().judge_gradients(losses)
+                return super().judge_and_clip(losses)
         hooks_have_acted = "judgement" in self._recording.replays
         if hooks_have_acted:
             for parameter, gradient in self._recording.gradients:
@@ -257,7 +257,7 @@ class GraphTrainer(SimpleTrainer):
             recording.losses = _RecordedLosses(values, losses.trained, total=losses.total.clone())
 
         def judgement() -> None:
-            extra = super(GraphTrainer, self).judge_gradients(recording.losses)
+            extra = super(GraphTrainer, self).judge_and_clip(recording.losses)
             recording.losses.pack(extra)
 
         stages: list[dict[str, Callable[[], None]]] = [{"gradients": gradients}]

@@ -1,6 +1,6 @@
 """TrainerBase: the loop, which calls the hooks.
 
-It knows nothing about models, data or optimizers.
+It trains nothing itself: models, data and optimizers belong to subclasses.
 """
 
 import logging
@@ -107,6 +107,7 @@ class TrainerBase:
         )
         self.failure: BaseException | None = None
         self.rank_keys = self.own_keys
+        # weak references, since a strong one would keep the trainer alive
         self._hook_list = HookList(weakref.proxy(self))
         self._attributes = Attributes(weakref.proxy(self))
         self._stops = StopRequests()
@@ -255,6 +256,50 @@ class TrainerBase:
                 error = checkpointer.describe_unwritable()
                 if error:
                     raise TypeError(f"checkpoints of this run cannot be written: {error}")
+
+    # ------------------------------------------------------------------ the trainer of the steps
+    # The loop calls these methods of `_inner`. A trainer with a model and data overrides them.
+
+    @property
+    def _inner(self) -> "TrainerBase":
+        """The trainer that makes the steps: this one, or that inside a `DefaultTrainer`."""
+        return self
+
+    def share_run(self, owner: "TrainerBase") -> None:
+        """Become the `_inner` of ``owner``, whose hooks are then called."""
+        self._hook_list = owner._hook_list
+        if type(owner).after_backward is not TrainerBase.after_backward:
+            outer = weakref.proxy(owner)
+            self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
+
+    def acts_after_backward(self) -> bool:
+        """Whether a hook or a subclass does anything in ``after_backward``."""
+        # `share_run` sets a function, which has no __func__
+        function = getattr(self.after_backward, "__func__", None)
+        is_overridden = function is not TrainerBase.after_backward
+        return is_overridden or bool(self._hook_list.at["after_backward"])
+
+    def start_run(self) -> None:
+        """Forget the steps of an earlier run; called when a run starts."""
+
+    def make_iterators(self) -> None:
+        """Create the data iterators.
+
+        Called before random state is restored, since a loader may draw random numbers.
+        """
+
+    def end_step(self) -> None:
+        """Release what only hooks above the save point may read."""
+
+    def before_check(self, ranks_agree: bool) -> None:
+        """Called before each `check_finite`.
+
+        Args:
+            ranks_agree: whether every rank calls it, so that they may exchange.
+        """
+
+    def find_failure(self) -> str | None:
+        """What is not finite in the model on this rank, or None."""
 
     # ------------------------------------------------------------------ requests
 
@@ -705,50 +750,6 @@ class TrainerBase:
         self._epoch_end = round((number + 1) * length)
         if done == round(number * length):
             self._epoch_start = done
-
-    # ------------------------------------------------------------------ the trainer of the steps
-    # The loop calls these methods of `_inner`. A trainer with a model and data overrides them.
-
-    @property
-    def _inner(self) -> "TrainerBase":
-        """The trainer that makes the steps: this one, or that inside a `DefaultTrainer`."""
-        return self
-
-    def share_run(self, owner: "TrainerBase") -> None:
-        """Become the `_inner` of ``owner``, whose hooks are then called."""
-        self._hook_list = owner._hook_list
-        if type(owner).after_backward is not TrainerBase.after_backward:
-            outer = weakref.proxy(owner)
-            self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
-
-    def acts_after_backward(self) -> bool:
-        """Whether a hook or a subclass does anything in ``after_backward``."""
-        # `share_run` sets a function, which has no __func__
-        function = getattr(self.after_backward, "__func__", None)
-        is_overridden = function is not TrainerBase.after_backward
-        return is_overridden or bool(self._hook_list.at["after_backward"])
-
-    def start_run(self) -> None:
-        """Forget the steps of an earlier run; called when a run starts."""
-
-    def make_iterators(self) -> None:
-        """Create the data iterators.
-
-        Called before random state is restored, since a loader may draw random numbers.
-        """
-
-    def end_step(self) -> None:
-        """Release what only hooks above the save point may read."""
-
-    def before_check(self, ranks_agree: bool) -> None:
-        """Called before each `check_finite`.
-
-        Args:
-            ranks_agree: whether every rank calls it, so that they may exchange.
-        """
-
-    def find_failure(self) -> str | None:
-        """What is not finite in the model on this rank, or None."""
 
     # ------------------------------------------------------------------ state
 

@@ -96,6 +96,8 @@ def printable(text: str) -> str:
     A name in a file of somebody else may have characters that move the cursor of a terminal or run
     its commands.
     """
+    if text.isprintable():  # the usual case of a line
+        return text
     chars = []
     for char in text:
         if char.isprintable() or char in "\t\n":

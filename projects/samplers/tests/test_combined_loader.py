@@ -15,9 +15,9 @@ from trainkit.data import (
     DatasetCatalog,
     RepeatFactorTrainingSampler,
     TrainingSampler,
+    batches_per_epoch,
     build_batch_data_loader,
     build_train_loader,
-    epoch_length,
     iters_per_epoch,
     resume_obstacle,
 )
@@ -73,7 +73,7 @@ def test_an_epoch_is_a_pass_over_the_longest_or_the_shortest():
         "min": {"each": 7 / 3, "round_robin": 7},
     }
     for epoch, by_mode in lengths.items():
-        found = {mode: float(epoch_length(combined(mode, epoch=epoch))) for mode in by_mode}
+        found = {mode: float(batches_per_epoch(combined(mode, epoch=epoch))) for mode in by_mode}
         assert found == pytest.approx(by_mode)
 
 

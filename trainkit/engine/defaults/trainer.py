@@ -424,7 +424,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             return {"test": me._evaluate(me.cfg.DATASETS.TEST)}  # those of VAL have no prefix
 
         built: list[HookBase] = []
-        # first: the time of a step must not include other hooks
+        # first: the time of a step must not include the after_step of other hooks
         built += take(hooks.IterationTimer)
         # early: checkpoint and evaluation must already have the next learning rate, as they do
         # after a resume

@@ -12,10 +12,11 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class IterationTimer(HookBase):
-    """Store ``time``, the seconds of each step without hooks, and log the mean at the end.
+    """Store ``time``, the seconds of each step, and log the mean at the end.
 
-    It runs before every other hook. Steps before the ``warmup_iter``-th of a new run (allocations,
-    autotuning) are not timed.
+    A step is timed from its ``before_step`` to its ``after_step``. This hook runs before every
+    other one, so the time holds their ``before_step`` and ``after_backward``. Steps before the
+    ``warmup_iter``-th of a new run (allocations, autotuning) are not timed.
     """
 
     priority = Priority.HIGHEST - 1
