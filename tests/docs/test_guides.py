@@ -21,6 +21,7 @@ from trainkit.checkpoint.file import read_file
 from trainkit.config import CfgNode, ConfigError, get_cfg
 from trainkit.data import MetadataCatalog, build_test_loader, build_train_loader
 from trainkit.engine import (
+    AMPTrainer,
     DefaultTrainer,
     GraphTrainer,
     HookBase,
@@ -274,31 +275,70 @@ def test_three_things_of_detectron2_are_other_beside_the_imports(tmp_path):
 
 
 def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
-    names = run(BEFORE, "migrate_from_plain_loop.md")
-    losses = names["train"](60)
-    assert capsys.readouterr().out.splitlines()[-1] == f"59: loss {losses[-1]:.4f}"
-    assert (
-        run(AFTER, "migrate_from_plain_loop.md", **names)["train_with_trainkit"](60, str(tmp_path))
-        == losses
-    )
+    names = run(BEFORE + AFTER, "migrate_from_plain_loop.md")
+    losses = names["train"](3)
+    assert capsys.readouterr().out.splitlines()[-1] == f"epoch 2: loss {losses[-1]:.4f}"
+    assert names["train_with_trainkit"](3, str(tmp_path)) == losses
+    assert (tmp_path / "log.txt").exists()
+    again = names["train_with_trainkit"](4, str(tmp_path))  # continues
+    assert (len(again), again[:60]) == (80, losses)
     clipped = BEFORE.replace(
-        "clip_grad_norm_(model.parameters(), 1.0)", "clip_grad_norm_(model.parameters(), 2.0)"
+        "clip_grad_norm_(net.parameters(), 1.0)", "clip_grad_norm_(net.parameters(), 2.0)"
     )
-    assert run(clipped, "migrate_from_plain_loop.md")["train"](60) != losses
+    assert run(clipped, "migrate_from_plain_loop.md")["train"](3) != losses
+
+
+def test_the_lines_of_the_table_do_what_those_of_a_loop_do():
+    """A schedule that a loop steps after each epoch; four batches for an update; the device."""
+    names = run(BEFORE + AFTER, "migrate_from_plain_loop.md")
+    mse_loss, losses_from = torch.nn.functional.mse_loss, names["losses_from"]
+    net, loader = names["make_net"](), names["make_loader"]()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 * len(loader))
+    trainer = SimpleTrainer(losses_from(net, mse_loss), loader, optimizer, accumulation_steps=1)
+    trainer.register_hooks([hooks.LRScheduler(optimizer, scheduler)])
+    trainer.train(0, 3 * len(loader))
+    rates = [rate for rate, _ in trainer.storage.history("lr").values()]
+    assert rates == pytest.approx([0.1] * 40 + [0.01] * 20)
+
+    weights = []
+    for is_loop in (True, False):
+        net, loader = names["make_net"](), names["make_loader"]()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        if is_loop:
+            for i, (x, y) in enumerate(loader):
+                (mse_loss(net(x), y) / 4).backward()
+                if i % 4 == 3:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        else:
+            model = losses_from(net, mse_loss)
+            SimpleTrainer(model, loader, optimizer, accumulation_steps=4).train(0, 5)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in net.parameters()]))
+    assert torch.allclose(*weights)
+
+    net, loader = names["make_net"](), names["make_loader"]()
+    model = losses_from(net, mse_loss)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    AMPTrainer(model, loader, optimizer, precision=torch.bfloat16).train(0, 2)
+    trainer = SimpleTrainer(model.to("meta"), loader, optimizer)
+    assert [tensor.device.type for tensor in trainer.fetch()] == ["meta", "meta"]
 
 
 def test_the_script_evaluates_keeps_the_best_weights_and_stops_early(tmp_path):
     names = run(BEFORE + AFTER + EVALUATED, "migrate_from_plain_loop.md")
-    model, trainer = names["train_and_evaluate"](5000, str(tmp_path))
+    model, trainer = names["train_and_evaluate"](500, str(tmp_path))
     errors = [value for value, _ in trainer.storage.history("val_error").values()]
     best = min(errors)
     assert errors.index(best) == len(errors) - 1 - 3
-    assert trainer.iter == 20 * len(errors) < 5000
+    assert trainer.iter == 20 * len(errors) < 500 * 20
     assert (tmp_path / "model_final.pth").exists()
     model.eval()
     with torch.no_grad():
-        of_best = sum(model(batch)["loss"].item() for batch in names["make_data"]()[15:]) / 5
-    assert of_best == best
+        of_best = [
+            (model([x, y]) - y).square().mean().item() for x, y in [*names["make_loader"]()][:5]
+        ]
+    assert sum(of_best) / 5 == pytest.approx(best, rel=1e-6)
 
 
 THREADS, GARBAGE, EAGER, GRAPH = blocks("docs/performance.md", "yaml")
