@@ -514,3 +514,22 @@ def test_a_gan_with_two_optimizers_resumes_exactly_and_the_check_names_what_was_
     assert differs == bool(left_out)
     said = f"identical: {len(entries_of(read_file(files[0])))} entries, bit by bit, except clock readings"
     assert text.startswith("model/") if left_out else text == said
+
+
+def test_settings_and_the_command_are_in_the_files_of_a_run_and_the_environment_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("sys.argv", ["train.py", "OF_THE_COMMAND"])
+    monkeypatch.setenv("MY_PASSWORD", "OF_THE_ENVIRONMENT")
+    cfg = tiny_cfg(tmp_path / "run", "MODEL.TOKEN", "OF_A_SETTING")
+    default_setup(cfg, Namespace())
+    DefaultTrainer(cfg).train()
+
+    texts = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    found = {
+        word: {name for name, text in texts.items() if word.encode() in text}
+        for word in ("OF_THE_COMMAND", "OF_A_SETTING", "OF_THE_ENVIRONMENT")
+    }
+    assert {"log.txt", "model_final.pth"} <= found["OF_THE_COMMAND"]
+    assert {"log.txt", "config.yaml", "model_final.pth"} <= found["OF_A_SETTING"]
+    assert found["OF_THE_ENVIRONMENT"] == set()
