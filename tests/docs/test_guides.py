@@ -533,3 +533,17 @@ def test_settings_and_the_command_are_in_the_files_of_a_run_and_the_environment_
     assert {"log.txt", "model_final.pth"} <= found["OF_THE_COMMAND"]
     assert {"log.txt", "config.yaml", "model_final.pth"} <= found["OF_A_SETTING"]
     assert found["OF_THE_ENVIRONMENT"] == set()
+
+
+def test_a_resume_keeps_the_rate_and_the_decay_and_uses_a_new_period(tmp_path):
+    DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4)).train()
+    options = ["SOLVER.BASE_LR", 0.003, "SOLVER.WEIGHT_DECAY", 0.3, "SOLVER.MOMENTUM", 0.3]
+    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 8, "SOLVER.CHECKPOINT_PERIOD", 2, *options)
+    former = tiny_cfg(tmp_path).SOLVER
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=True)
+    group = trainer.optimizer.param_groups[0]
+    kept = [group["initial_lr"], group["weight_decay"], group["momentum"]]
+    assert kept == [former.BASE_LR, former.WEIGHT_DECAY, former.MOMENTUM]
+    trainer.train()
+    assert (tmp_path / "model_0000005.pth").exists()
