@@ -242,15 +242,23 @@ OPTIONS = [
 OPTIONS += ["TEST.EVAL_PERIOD", "20", "DATALOADER.NUM_WORKERS", "0"]
 
 
+def replaced(source):
+    """By the command of the page."""
+    [command] = re.findall(
+        r"^sed -i '(.+)' train_net.py$", page("docs/migrate_from_detectron2.md"), re.M
+    )
+    for old, new in re.findall(r"s/(\w+)/(\w+)/", command):
+        source = "\n".join(line.replace(old, new, 1) for line in source.split("\n"))
+    return source
+
+
 @pytest.mark.parametrize("block", [0, 1])
 def test_a_script_for_detectron2_runs_by_its_imports_and_so_does_what_is_left_of_it(
     block, tmp_path
 ):
     source = (FULL, SHORTENED)[block]
     if block == 0:
-        source = source.replace("detectron2", "trainkit").replace(
-            "DetectionCheckpointer", "Checkpointer"
-        )
+        source = replaced(source)
     main = run(source, "migrate_from_detectron2.md")["main"]
     command = [*OPTIONS, "OUTPUT_DIR", str(tmp_path)]
     assert main(default_argument_parser().parse_args(command))["line"]["error"] < 0.2
@@ -267,19 +275,62 @@ def test_a_script_for_detectron2_runs_by_its_imports_and_so_does_what_is_left_of
     assert contents(tmp_path) == before
 
 
-def test_three_things_of_detectron2_are_other_beside_the_imports(tmp_path):
+def test_what_the_first_table_says_of_batches_configs_and_the_last_file(tmp_path):
     for collate, kind in (("default", dict), ("list", list)):
         cfg = tiny_cfg(tmp_path, "DATALOADER.COLLATE", collate)
         loaders = (build_train_loader(cfg), build_test_loader(cfg, "tiny_test"))
         assert [type(next(iter(loader))) for loader in loaders] == [kind, kind]
 
+    (tmp_path / "base.yaml").write_text("SOLVER: {BASE_LR: 0.25}")
+    (tmp_path / "of_detectron2.yaml").write_text(
+        "_BASE_: base.yaml\nVERSION: 2\nINPUT: {FORMAT: BGR, MIN_SIZE_TRAIN: [640]}\n"
+        "MODEL: {META_ARCHITECTURE: GeneralizedRCNN, BACKBONE: {NAME: a}}"
+    )
+    cfg = get_cfg()
+    cfg.merge_from_file(str(tmp_path / "of_detectron2.yaml"))
+    assert (cfg.SOLVER.BASE_LR, cfg.MODEL.BACKBONE.NAME, cfg.INPUT.FORMAT) == (0.25, "a", "BGR")
+    (tmp_path / "aug.yaml").write_text("TEST: {AUG: {ENABLED: True}}")
     (tmp_path / "eval.yaml").write_text("OUTPUT_DIR: !!python/object/apply:eval ['1']")
-    with pytest.raises(ConfigError, match="eval"):
-        get_cfg().merge_from_file(str(tmp_path / "eval.yaml"))
+    for name, message in (("aug", "unknown key TEST.AUG.ENABLED"), ("eval", "eval")):
+        with pytest.raises(ConfigError, match=message):
+            get_cfg().merge_from_file(str(tmp_path / f"{name}.yaml"))
 
     DefaultTrainer(tiny_cfg(tmp_path / "run", "SOLVER.CHECKPOINT_PERIOD", 5)).train()
     names = sorted(path.name for path in (tmp_path / "run").glob("*.pth"))
     assert names == ["model_0000004.pth", "model_final.pth"]
+
+
+def test_a_run_of_detectron2_goes_on_with_its_weights_and_momentum(tmp_path):
+    """Its files as `DefaultTrainer` and `PeriodicCheckpointer` of detectron2 write them."""
+    names = run(replaced(FULL), "migrate_from_detectron2.md")
+    model = names["Line"]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    model.linear(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    schedule = {"base_lrs": [0.05], "last_epoch": 10, "_last_lr": [0.05]}
+    trainer = {
+        "iteration": 9,
+        "hooks": {"LRScheduler": schedule},
+        "_trainer": {"iteration": 9, "optimizer": optimizer.state_dict()},
+    }
+    state = {"model": model.state_dict(), "trainer": trainer, "iteration": 9}
+    torch.save(state, tmp_path / "model_0000009.pth")
+    (tmp_path / "last_checkpoint").write_text("model_0000009.pth")
+
+    seen = []
+
+    class Trainer(names["Trainer"]):
+        def before_train(self):
+            super().before_train()
+            momentum = self.optimizer.state_dict()["state"][0]["momentum_buffer"].item()
+            seen.append((self.start_iter, self.model.linear.weight.item(), momentum))
+
+    names["Trainer"] = Trainer
+    command = ["--resume", *OPTIONS, "OUTPUT_DIR", str(tmp_path)]
+    names["main"](default_argument_parser().parse_args(command))
+    buffer = optimizer.state_dict()["state"][0]["momentum_buffer"].item()
+    assert seen == [(10, model.linear.weight.item(), buffer)]
+    assert "The data start again" in (tmp_path / "log.txt").read_text()
 
 
 def test_the_plain_loop_and_the_trainer_have_the_same_losses(tmp_path, capsys):
