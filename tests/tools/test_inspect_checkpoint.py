@@ -53,7 +53,8 @@ def rows(text):
 def test_a_file_of_a_run_is_described(run, inspect):
     code, out, err = inspect(run / "model_0000004.pth", "--all")
 
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err == ""
     found = rows(out)
     mib = (run / "model_0000004.pth").stat().st_size / 2**20
     assert found["model_0000004.pth"] == ["model_0000004.pth", "5", f"{mib:.3f}", "intact"]
@@ -75,6 +76,20 @@ def test_a_file_of_a_run_is_described(run, inspect):
     short = inspect(run / "model_0000004.pth")[1]
     assert out.startswith(short)
     assert "model/layers.0.weight" not in short
+
+
+def test_a_best_file_says_of_which_metric_value_direction_and_weights_it_is(run, inspect, tmp_path):
+    lines = (run / "metrics.json").read_text().splitlines()
+    values = [json.loads(line).get("classification/top1", -1.0) for line in lines]
+    averaged = {**read_file(run / "model_best.pth"), "evaluated": "ema"}
+    write_file(averaged, tmp_path / "averaged.pth")
+
+    found = rows(inspect(tmp_path / "averaged.pth")[1])
+    assert found["best_of"] == ["best_of", "classification/top1"]
+    assert found["best_value"] == ["best_value", str(max(values))]
+    assert found["best_mode"] == ["best_mode", "max"]
+    assert found["evaluated"] == ["evaluated", "ema"]
+    assert "best_of" not in rows(inspect(run / "model_final.pth")[1])
 
 
 def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_path, inspect):
@@ -116,7 +131,9 @@ def test_a_list_in_many_places_is_read_once_and_names_cannot_control_the_termina
             {"model": model, "sparse": torch.eye(3).to_sparse(), "shared": shared}, tmp_path / name
         )
     code, out, _ = inspect(tmp_path / "a.pth", "--all")
-    assert (code, "evil\\x1b[2J" in out, "\x1b" in out) == (0, True, False)
+    assert code == 0
+    assert "evil\\x1b[2J" in out
+    assert "\x1b" not in out
     assert inspect(tmp_path / "a.pth", tmp_path / "b.pth")[1].startswith(
         "identical: 2 checkpoints, "
     )
@@ -137,7 +154,10 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2_and_no_code_of_it_is_
     }
     for name, text in expected.items():
         code, out, err = inspect(small / name)
-        assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: ")
+        assert code == 2
+        assert out == ""
+        assert err.count("\n") == 1
+        assert err[:7] == "error: "
         assert text in err
     assert not (small / "created").exists()
     torch.load(small / "evil.pth", weights_only=False)["model"].close()  # the control
@@ -149,7 +169,8 @@ def test_a_folder_is_a_table_of_its_checkpoints_with_the_one_to_go_on_from(run, 
     code, out, err = inspect(run)
     published.unlink()
 
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err == ""
     found = rows(out)
     assert found.keys() >= {"model_0000004.pth", "model_best.pth", "model_final.pth"}
     assert found["model_0000004.pth"][1::2] == ["5", "intact"]
@@ -176,7 +197,9 @@ def test_a_folder_is_a_table_of_its_checkpoints_with_the_one_to_go_on_from(run, 
 def test_a_copy_is_identical_though_its_bytes_differ_and_nothing_is_written(run, small, inspect):
     torch.save(read_file(run / "model_final.pth"), small / "copy.pth")
     code, out, _ = inspect(run / "model_final.pth", small / "copy.pth")
-    assert (code, out.split(":")[0], out.count("\n")) == (0, "identical", 1)
+    assert code == 0
+    assert out.split(":")[0] == "identical"
+    assert out.count("\n") == 1
 
     def content(folder):
         return {
@@ -228,7 +251,8 @@ def test_two_runs_differ_in_files_checkpoints_and_metrics(run, tmp_path, inspect
         line["time"] = 99.0
     (copy / "metrics.json").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     code, out, _ = inspect(run, copy)
-    assert (code, out.count("\n")) == (0, 1)
+    assert code == 0
+    assert out.count("\n") == 1
     assert out.startswith("identical: 3 checkpoints and 1 metrics.json, ")
 
     lines[0]["lr"] = 0.5
@@ -247,7 +271,9 @@ def test_two_runs_differ_in_files_checkpoints_and_metrics(run, tmp_path, inspect
 
     (copy / "metrics.json").write_text('{"iteration": 1, "lr": \x1b[2J')
     code, out, err = inspect(run, copy)
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
     assert "as lines of metrics" in err
     assert inspect(run, copy / "model_final.pth")[0] == 2
     (tmp_path / "empty").mkdir()
@@ -267,6 +293,9 @@ def test_twenty_differences_are_shown_or_all(tmp_path, inspect):
 def test_a_tensor_larger_than_the_memory_is_shown_but_not_compared(tmp_path, inspect):
     torch.save({"huge": torch.zeros(1).expand(2**50)}, tmp_path / "huge.pth")
     code, out, _ = inspect(tmp_path / "huge.pth")
-    assert (code, rows(out)["huge"][1]) == (0, f"{2**50:,}")
+    assert code == 0
+    assert rows(out)["huge"][1] == f"{2**50:,}"
     code, out, err = inspect(tmp_path / "huge.pth", tmp_path / "huge.pth")
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
