@@ -256,10 +256,20 @@ def _table_of_values(panel: Panel, names: Sequence[str]) -> str:
             f"<td>{_number(column[done]) if done in column else ''}</td>" for column in columns
         ]
         rows.append(f"<tr><th>{done}</th>{''.join(cells)}</tr>\n")
+    return _folded_table(f"<th>after iterations</th>{''.join(heads)}", rows)
+
+
+def _folded_table(head: str, rows: Iterable[str]) -> str:
+    """A table that a click shows.
+
+    Args:
+        head: HTML of the cells of its first row.
+        rows: HTML of the others.
+    """
     return (
         f'<details class="values"><summary>values</summary>\n<div class="wide"><table>\n'
-        f"<thead><tr><th>after iterations</th>{''.join(heads)}</tr></thead>\n"
-        f"<tbody>\n{''.join(rows)}</tbody>\n</table></div></details>\n"
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody>\n"
+        f"</table></div></details>\n"
     )
 
 
@@ -458,12 +468,8 @@ def _table_of_confusion(confusion: Confusion) -> str:
     for name, row in zip(names, confusion.matrix, strict=True):
         cells = "".join(f"<td>{number:.6g}</td>" for number in row)
         rows.append(f"<tr><th>{name}</th>{cells}</tr>\n")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return (
-        f'<details class="values"><summary>values</summary>\n<div class="wide"><table>\n'
-        f"<thead><tr><th></th>{head}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody>\n"
-        f"</table></div></details>\n"
-    )
+    heads = "".join(f"<th>{name}</th>" for name in names)
+    return _folded_table(f"<th></th>{heads}", rows)
 
 
 def _pictures(runs: Sequence[Run]) -> str:

@@ -62,10 +62,15 @@ class Line:
     num_above: int = 0
 
     @cached_property
+    def _values(self) -> np.ndarray:
+        """NaN for those that no axis can show."""
+        values = self.series.values
+        return np.where(np.abs(values) > LARGEST, np.nan, values)
+
+    @cached_property
     def drawn(self) -> Series:
         """Not more points than pixels can show; NaN for values that no axis can show."""
-        values = np.where(np.abs(self.series.values) > LARGEST, np.nan, self.series.values)
-        return thin(Series(self.series.done, values))
+        return thin(Series(self.series.done, self._values))
 
     @cached_property
     def means(self) -> Series | None:
@@ -73,7 +78,7 @@ class Line:
         number = len(self.series.done)
         if number <= 2 * NUM_BINS:
             return None
-        values = np.where(np.abs(self.series.values) > LARGEST, np.nan, self.series.values)
+        values = self._values
         ends = np.linspace(0, number, NUM_MEANS + 1).astype(int)
         counts = np.add.reduceat(~np.isnan(values), ends[:-1], dtype=float)
         counts[counts == 0] = np.nan
