@@ -72,8 +72,7 @@ PUBLIC = {
             "InfiniteSampler",
         ),
         *(
-            "epoch_length",
-            "iters_per_epoch",
+            "batches_per_epoch",
             "MapDataset",
             "Metadata",
             "MetadataCatalog",

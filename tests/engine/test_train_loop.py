@@ -143,7 +143,7 @@ def test_a_failing_step_is_logged_with_its_iteration_and_raised_after_after_trai
     assert trainer.iter == fail_at
     assert trainer.status == "failed"
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert f"in iteration {fail_at} of 0 to 2" in record.getMessage()
+    assert f"after {fail_at} of 3 iterations (in iteration {fail_at}, " in record.getMessage()
     assert record.getMessage().endswith(f": {message}")
     assert record.exc_info is None  # the error is raised again, with its traceback
     [traced] = [record for record in caplog.records if record.exc_info is not None]
@@ -299,7 +299,7 @@ def test_a_run_that_was_stopped_goes_on_at_its_next_iteration_without_a_warning(
     [
         (
             7,
-            "This run stands at iteration 6, so train(7, ...) skips iterations, and its metrics start anew",
+            "This run has done 6 iterations, so train(7, ...) skips iterations, and its metrics start anew",
         ),
         (0, "so train(0, ...) trains iterations again"),
     ],
@@ -471,7 +471,7 @@ def test_hooks_are_described_by_point_in_order_and_the_description_is_logged(cap
     ]
     assert "save point" in lines[3]
     trainer.train(2, 2)
-    assert "from iteration 2 to 2" in caplog.text
+    assert "after 2 of 2 iterations" in caplog.text
     assert trainer.describe_hooks() in caplog.text
 
 

@@ -114,7 +114,7 @@ def test_steps_that_are_never_reached_are_dropped_with_one_warning(caplog):
         assert lrs_of(make_cfg(STEPS=(5, 10, 30))) == [1.0] * 5 + [0.1] * 6
     [text] = caplog.messages
     assert text.startswith("SOLVER.STEPS are (5, 10, 30)")
-    assert text.endswith(" 10")
+    assert text.endswith(" after 10 iterations")
 
 
 def test_the_log_says_the_first_rate_and_the_one_after_the_warm_up(caplog):
@@ -234,8 +234,7 @@ def test_a_warm_up_that_never_reaches_the_rate_is_a_warning_with_the_largest_rat
     assert max(rates) == pytest.approx(0.2 * largest, rel=1e-5)
     assert rates.index(max(rates)) == at
     [text] = never_reached(caplog)
-    assert f"reaches 0.2: the largest is {max(rates):g}, {max(rates) / 0.2:.3g} times this" in text
-    assert f"in iteration {at}." in text
+    assert f"reaches 0.2: the largest is {max(rates):.3g}, after {at} iterations" in text
     assert "SOLVER.RESCALE_INTERVAL True" in text
 
 

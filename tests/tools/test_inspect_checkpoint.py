@@ -79,6 +79,18 @@ def test_a_file_of_a_run_is_described(run, inspect):
     assert "layers.0.weight" not in short
 
 
+def test_a_best_file_says_of_which_metric_value_direction_and_weights_it_is(run, inspect, tmp_path):
+    lines = (run / "metrics.json").read_text().splitlines()
+    values = [json.loads(line).get("classification/top1", -1.0) for line in lines]
+    best = f"best       classification/top1 {max(values)} (max)"
+
+    assert best in inspect(run / "model_best.pth")[1].splitlines()
+    assert "\nbest " not in inspect(run / "model_final.pth")[1]
+    averaged = {**read_file(run / "model_best.pth"), "evaluated": "ema"}
+    write_file(averaged, tmp_path / "averaged.pth")
+    assert f"{best}, of the weights 'ema'" in inspect(tmp_path / "averaged.pth")[1].splitlines()
+
+
 def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_path, inspect):
     weights = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(3)}
     torch.save(weights, tmp_path / "bare.pth")

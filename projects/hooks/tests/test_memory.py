@@ -27,7 +27,7 @@ from trainkit.evaluation import inference_on_dataset
 from trainkit.utils.device import move_to_device
 
 
-@pytest.mark.parametrize(("max_iter", "expected"), [(20, [2, 5]), (4, [2, 3])])
+@pytest.mark.parametrize(("max_iter", "expected"), [(20, [3, 6]), (4, [3, 4])])
 def test_it_reports_every_period_and_exactly_so_often(monkeypatch, caplog, max_iter, expected):
     for i, name in enumerate(["allocated", "reserved"]):
         monkeypatch.setattr(
@@ -49,8 +49,8 @@ def test_it_reports_every_period_and_exactly_so_often(monkeypatch, caplog, max_i
     *lines, summary = caplog.messages
     assert summary == "\nsummary"
     numbers = [re.findall(r"\d+", line) for line in lines]
-    # the iteration, then MiB: allocated and its peak, reserved and its peak
-    assert numbers == [[str(iter), "1", "2", "3", "4"] for iter in expected]
+    # after how many iterations, then MiB: allocated and its peak, reserved and its peak
+    assert numbers == [[str(done), "1", "2", "3", "4"] for done in expected]
 
 
 ALL_BUT_ENDS = {"after_epoch": False, "after_step": True, "before_epoch": True}

@@ -215,6 +215,14 @@ def test_the_trainer_of_the_page_leaves_out_an_update():
     assert trainer.policy.max_in_row == 10
 
 
+def test_an_unknown_policy_names_all_that_there_are(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.NON_FINITE.POLICY", "skp"))
+    known = str(caught.value).partition("accepted: ")[2].split(", ")
+    assert {"raise", "ignore", "skip", "gradients"} <= {*known}
+    assert "did you mean 'skip'" in str(caught.value)
+
+
 @pytest.mark.parametrize(("policy", "iter"), [("gradients", 1), ("skip", 3)])
 def test_the_config_gives_the_policy_and_how_many_in_a_row(policy, iter, tmp_path):
     trainer = DefaultTrainer(

@@ -410,8 +410,8 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
         assert not any("site-packages" in path or "/lib/python" in path for path in origin["files"])
         origin["files"] |= {"tests/engine/job.py": "another", "gone.py": "1"}
         origin["facts"] |= {"version of torch": "2.12.0", "device": "NVIDIA H100"}
+        state["trainer"]["num_threads"] = 1
         origin["facts"] |= {
-            "threads of torch": 1,
             "instructions of the CPU": "SSE",
             "variable OMP_SCHEDULE": "x",
         }

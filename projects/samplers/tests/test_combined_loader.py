@@ -15,10 +15,9 @@ from trainkit.data import (
     DatasetCatalog,
     RepeatFactorTrainingSampler,
     TrainingSampler,
+    batches_per_epoch,
     build_batch_data_loader,
     build_train_loader,
-    epoch_length,
-    iters_per_epoch,
     resume_obstacle,
 )
 from trainkit.engine import DefaultTrainer, default_argument_parser
@@ -73,7 +72,7 @@ def test_an_epoch_is_a_pass_over_the_longest_or_the_shortest():
         "min": {"each": 7 / 3, "round_robin": 7},
     }
     for epoch, by_mode in lengths.items():
-        found = {mode: float(epoch_length(combined(mode, epoch=epoch))) for mode in by_mode}
+        found = {mode: float(batches_per_epoch(combined(mode, epoch=epoch))) for mode in by_mode}
         assert found == pytest.approx(by_mode)
 
 
@@ -86,7 +85,7 @@ def test_a_loader_that_ends_starts_again_and_one_without_a_length_or_a_state_is_
         {"a": 1, "b": "y"},
     ]
     assert "the data loader (list) has no state_dict()" in resume_obstacle(loader)
-    assert iters_per_epoch(CombinedLoader({"a": [1], "b": DataLoader(Stream([0]))})) is None
+    assert batches_per_epoch(CombinedLoader({"a": [1], "b": DataLoader(Stream([0]))})) is None
     assert resume_obstacle(combined("each")) == ""
     with pytest.raises(ValueError, match="the loader 'b' of a CombinedLoader yields no batch"):
         take(CombinedLoader({"a": [1], "b": []}), 2)

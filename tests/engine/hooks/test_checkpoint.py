@@ -202,7 +202,8 @@ def test_each_best_value_is_saved_and_a_value_that_is_not_finite_never_is(
     )
     trainer.train(0, 2 * len(values))  # the last evaluation is after training
     assert recorder.saved == [("model_best", iteration) for iteration in expected]
-    assert [text for text in caplog.messages if text.startswith(f"top1 is {best}, the best")]
+    direction = "min" if mode == "min" else "max"
+    assert f"top1 is {best}, the best so far ({direction})" in caplog.text
 
 
 def test_a_best_value_counts_only_if_its_file_is_there():

@@ -1,5 +1,4 @@
 import json
-import re
 import threading
 
 import pytest
@@ -266,8 +265,7 @@ def test_the_last_line_of_a_run_that_finishes_early_counts_the_iterations_that_w
         PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3),
     ]
     Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 8)
-    lines = [message for message in caplog.messages if "iterations" in message]
-    assert re.search(r"\[Epoch .+?\]  after \d of \d", lines[-1])[0] == "[Epoch 1/2]  after 5 of 8"
+    assert "epoch 1/2  after 5/8" in caplog.messages[-1]
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
