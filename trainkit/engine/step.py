@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainkit.checkpoint.atomic import loading
+from trainkit.checkpoint.errors import loading
 from trainkit.checkpoint.optimizer_groups import describe_groups, names_in
 from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.data.epochs import epoch_listeners, not_reached
@@ -75,7 +75,7 @@ def _until_save_point(name: str, path: str, doc: str) -> Any:
             raise AttributeError(
                 f"trainer.{name} is there in after_backward, and in after_step above the save "
                 "point, since a resumed run starts below; register the hook with a priority of at "
-                "most NORMAL, or before=PeriodicCheckpointer"
+                "most NORMAL, or before=hooks.PeriodicCheckpointer"
             )
         return get(trainer)
 
