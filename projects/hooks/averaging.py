@@ -395,6 +395,7 @@ class EMAHook(HookBase):
             state[EVALUATED] = "model"
             return
         state[EVALUATED] = "ema"
+        logger.info("The best model has the averaged weights of EMAHook, which were evaluated")
         trained = state["model"]
         average = self.state_dict()["model"]
         scored = copy.copy(trained)  # copy keeps _metadata

@@ -117,7 +117,7 @@ def understand(words):
 
 
 def read_arguments(script, args):
-    if script == "train.py":
+    if script in ("train.py", "mine.py"):
         get_cfg().merge_from_list(default_argument_parser().parse_args(args).opts)
         return
     if script == "sweep.py":

@@ -15,12 +15,12 @@ import yaml
 from torch import nn
 
 from tests.docs.pages import blocks, contents, page, run
-from tests.engine.job import tiny_cfg
+from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from tools.inspect_checkpoint import compare_files, entries_of
 from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.file import read_file
-from trainkit.config import CfgNode, ConfigError, get_cfg
+from trainkit.config import CfgNode, ConfigError, check_values, get_cfg
 from trainkit.data import (
     MetadataCatalog,
     TrainingSampler,
@@ -40,6 +40,7 @@ from trainkit.engine import (
     hooks,
 )
 from trainkit.engine.hook_base import HOOK_POINTS
+from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import events
 from trainkit.utils.plugins import find_plugins, lent_names
 
@@ -57,9 +58,9 @@ def merged(text, cfg=None):
 
 NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
-(COMMAND,) = blocks("docs/hooks.md", "sh")
-TRAIN, ITERATION, WITHOUT_CONFIG, COUNTER = blocks("docs/training_loop.md", "python")
-DATASET, UNNAMED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
+USE, COMMAND = blocks("docs/hooks.md", "sh")
+IN_SHORT, COUNTER, WITHOUT_CONFIG, TRAIN, ITERATION = blocks("docs/training_loop.md", "python")
+UNNAMED, DATASET, PADDING, WEIGHTED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
 (COMBINED,) = blocks("projects/samplers/README.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
@@ -93,6 +94,20 @@ def test_the_hook_of_a_config_ends_a_run_whose_loss_is_not_finite(tmp_path, monk
     assert [iter for _, iter in trainer.storage.history("weight_norm").values()] == [3, 7]
 
 
+def test_the_hooks_of_the_first_command_average_and_store_the_rate_of_each_group(tmp_path):
+    options = shlex.split(USE)[2:]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.BIAS_LR_FACTOR", 2.0, *options))
+    trainer.train()
+    rates = {
+        name: history.values()[0][0]
+        for name, history in trainer.storage.histories().items()
+        if name.startswith("lr/")
+    }
+    assert max(rates.values()) == pytest.approx(2 * min(rates.values()))
+    assert len(rates) == len(trainer.optimizer.param_groups) > 1
+    assert "EMAHook" in {type(hook).__name__ for hook in trainer.hooks}
+
+
 def test_the_hook_of_the_page_stores_the_accuracy_of_training_batches_from_the_outputs():
     page = run(OUTPUTS, "hooks.md")
     batches = [{"x": torch.randn(8, 4), "label": torch.tensor([0, 1] * 4)} for _ in range(3)]
@@ -110,16 +125,16 @@ def test_the_hook_of_the_page_stores_the_accuracy_of_training_batches_from_the_o
 def test_the_tables_have_every_point_and_every_hook_with_a_line_that_is_understood():
     text = page("docs/hooks.md")
     points = re.findall(
-        r"^\| (`.+?`) \|", text.partition("## Points")[2].partition("## Inputs")[0], re.MULTILINE
+        r"^\| (`.+?`) \|",
+        text.partition("## Points")[2].partition("## The save point")[0],
+        re.MULTILINE,
     )
     assert sorted(name for row in points for name in re.findall(r"`(\w+)", row)) == sorted(
         HOOK_POINTS
     )
 
     rows = dict(
-        re.findall(
-            r"^\| `(\w+)` \| .+? \| (.+) \|$", text.partition("## The save point")[0], re.MULTILINE
-        )
+        re.findall(r"^\| `(\w+)` \| .+? \| (.+) \|$", text.partition("## Points")[0], re.MULTILINE)
     )
     public = {
         name: getattr(hooks, name)
@@ -178,6 +193,12 @@ def test_the_loop_is_that_of_the_source():
     )
     assert "\n\n\n".join("\n".join(code_of(part)) for part in parts) + "\n" == ITERATION
 
+    lines, short = [
+        [line.partition("  #")[0] for line in code.splitlines()]
+        for code in (blocks("README.md", "python")[0], IN_SHORT)
+    ]
+    assert short == lines
+
 
 def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
     trainer = run(WITHOUT_CONFIG, "training_loop.md")["trainer"]
@@ -187,6 +208,42 @@ def test_the_trainer_without_a_config_learns_and_writes(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("finished ")
     counter = run(COUNTER, "training_loop.md")["counter"]
     assert counter.storage.history("square").values() == [(0, 0), (1, 1), (4, 2), (9, 3)]
+    assert (counter.status, counter.iter) == ("stopped", 4)
+
+
+def test_a_setting_of_the_table_does_what_its_argument_does(tmp_path):
+    table = page("docs/training_loop.md").partition(
+        "`SimpleTrainer`: an argument |\n|---|---|---|\n"
+    )
+    rows = [re.findall("`(.+?)`", line) for line in table[2].partition("\n\n")[0].splitlines()]
+    model, data_loader = Weight(), [torch.tensor(1.0)] * 5
+    names = {"model": model, "data_loader": data_loader, "optimizer": sgd(model, lr=0.5)}
+    names |= {"AMPTrainer": AMPTrainer, "torch": torch}
+    names |= {"SimpleTrainer": SimpleTrainer, "clip_grad_norm_": torch.nn.utils.clip_grad_norm_}
+
+    def by_config(setting):
+        torch.manual_seed(0)
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, "SEED", 0, *shlex.split(setting)))
+        trainer.train()
+        return trainer
+
+    def by_argument(argument):
+        trainer = eval(f"SimpleTrainer(model, data_loader, optimizer, {argument})", names)
+        trainer.train(0, 1)
+        return trainer
+
+    (clipping, clips), (accumulates, steps), (in_bf16, amp), (epochs, lasts) = rows
+    assert len(by_config(clipping).storage.history("grad_norm").values()) == 10
+    assert len(by_argument(clips).storage.history("grad_norm").values()) == 1
+    assert by_config(accumulates).epoch_length == by_argument(steps).epoch_length == 5 / 4
+    half, whole = by_config(in_bf16), by_config("SEED 0")
+    losses = [trainer.storage.history("total_loss").values() for trainer in (half, whole)]
+    assert losses[0] != losses[1] == by_config("SEED 0").storage.history("total_loss").values()
+    assert eval(amp, names).precision == torch.bfloat16
+    assert by_config(epochs).max_iter == 20 * 5
+    trainer = SimpleTrainer(model, data_loader, sgd(model, lr=0.5))
+    eval(lasts, {"trainer": trainer})
+    assert trainer.max_iter == 20 * 5
 
 
 def test_the_dataset_of_the_page_is_transformed_and_batched():
@@ -207,6 +264,28 @@ def test_the_trainer_of_the_page_gives_its_datasets_without_a_name(tmp_path):
     assert sorted(next(iter(trainer.build_train_loader(cfg)))["x"].tolist()) == [*range(100)]
     batches = [batch["x"].tolist() for batch in trainer.build_test_loader(cfg, "")]
     assert batches == [[*range(start, start + 4)] for start in range(100, 120, 4)]
+
+
+def test_the_texts_of_the_page_are_padded_to_the_longest_of_their_batch(tmp_path):
+    cfg = tiny_cfg(tmp_path, "INPUT.TRAIN_TRANSFORM", "")
+    batch = next(iter(run(PADDING, "data.md")["Trainer"].build_train_loader(cfg)))
+    lengths = batch["tokens"].sum(dim=1)
+    assert batch["tokens"].shape == (8, lengths.max())
+    assert torch.equal(batch["label"], lengths % 2)
+
+
+def test_the_sampler_of_the_page_draws_rare_samples_as_often_and_resumes(tmp_path):
+    names = run(WEIGHTED, "data.md")
+    batches = iter(names["loader"])
+    labels = torch.cat([next(batches)["label"] for _ in range(200)]).float()
+    assert labels.mean().item() == pytest.approx(0.5, abs=0.05)  # 5 of weight 19, 95 of weight 1
+    state, following = names["loader"].state_dict(), next(batches)
+    fresh = run(WEIGHTED, "data.md")["loader"]
+    fresh.load_state_dict(state)
+    assert torch.equal(next(iter(fresh))["x"], following["x"])
+    cfg = tiny_cfg(tmp_path, "INPUT.TRAIN_TRANSFORM", "")
+    loader = build_train_loader(cfg, dataset=names["samples"], sampler=names["sampler"])
+    assert len(next(iter(loader))["x"]) == 8
 
 
 def test_the_dataset_of_the_page_learns_its_epoch_in_a_worker():
@@ -400,6 +479,41 @@ def test_the_script_evaluates_keeps_the_best_weights_and_stops_early(tmp_path):
     assert sum(of_best) / 5 == pytest.approx(best, rel=1e-6)
 
 
+(USUAL,) = blocks("docs/config.md", "yaml")
+
+
+def test_the_usual_settings_train_with_the_rates_that_they_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(MODEL_REGISTRY, "_objects", {**MODEL_REGISTRY._objects})
+
+    @MODEL_REGISTRY.register()
+    class MyModel(TinyClassifier):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            assert cfg.MODEL.WIDTH == 64
+            self.backbone = torch.nn.Linear(4, 4)
+
+        def forward(self, batch):
+            return super().forward({**batch, "x": self.backbone(batch["x"])})
+
+    cfg = merged(USUAL, tiny_cfg(tmp_path))
+    cfg.merge_from_list(["OUTPUT_DIR", str(tmp_path), "SOLVER.IMS_PER_BATCH", 2])
+    trainer = DefaultTrainer(cfg)
+    found = {}
+    for group in trainer.optimizer.param_groups:
+        for name, parameter in trainer.model.named_parameters():
+            if any(parameter is each for each in group["params"]):
+                found[name] = (group["initial_lr"], group["weight_decay"], group["betas"])
+    assert found["backbone.weight"] == (pytest.approx(0.0001), 0.05, (0.9, 0.98))
+    assert found["layers.0.weight"] == (0.001, 0.05, (0.9, 0.98))
+    assert found["layers.0.bias"] == (0.001, 0, (0.9, 0.98))
+
+    trainer.train()
+    assert trainer.max_iter == 20 * 40 / (2 * 4)
+    rates = [rate for rate, _ in trainer.storage.history("lr").values()]
+    assert rates.index(max(rates)) == pytest.approx(5, abs=1)  # the warm-up has one epoch
+    assert len(trainer.storage.history("grad_norm").values()) == trainer.max_iter
+
+
 THREADS, GARBAGE, EAGER, GRAPH = blocks("docs/performance.md", "yaml")
 STORE_NORM, TRAINERS = blocks("docs/performance.md", "python")
 
@@ -407,13 +521,39 @@ STORE_NORM, TRAINERS = blocks("docs/performance.md", "python")
 def test_every_yaml_block_is_a_config_and_the_hook_stores_what_each_iteration_had():
     for text in (THREADS, GARBAGE, EAGER, GRAPH):
         merged(text)
-    names, model = run(STORE_NORM, "performance.md", HookBase=HookBase), Weight()
+    names, model = run(STORE_NORM, "performance.md"), Weight()
     trainer = SimpleTrainer(
         model, [torch.tensor(1.0)], sgd(model, lr=0.25), async_write_metrics=True
     )
     trainer.register_hooks([names["StoreNorm"]()])
     trainer.train(0, 3)
     assert trainer.storage.history("norm").values() == [(0.75, 0), (0.5, 1), (0.25, 2)]
+
+
+def test_the_settings_of_the_first_table_are_accepted_and_three_steps_are_profiled(tmp_path):
+    table = (
+        page("docs/performance.md").partition("| what you see | try |\n")[2].partition("\n\n")[0]
+    )
+    settings = re.findall(r"`([A-Z][A-Z0-9_.]+ [^`]+)`", table)
+    assert len(settings) == 11
+    for setting in settings:
+        cfg = get_cfg()
+        cfg.merge_from_list([*shlex.split(setting), "SOLVER.WARMUP_ITERS", 0])
+        check_values(cfg)
+        assert cfg != get_cfg()
+    profile = shlex.split(settings[-1].replace("100, 103", "4, 7"))
+    DefaultTrainer(tiny_cfg(tmp_path, *profile)).train()
+    traces = sorted(path.name.partition(".")[0] for path in (tmp_path / "profile").iterdir())
+    assert traces == ["trace_iter0000004", "trace_iter0000005", "trace_iter0000006"]
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_the_optimizers_of_the_page_are_fused(name):
+    [names] = re.findall("uses the fused forms of (.+?) if", page("docs/performance.md"))
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.OPTIMIZER.NAME", name, "SOLVER.BASE_LR", 0.1])
+    optimizer = DefaultTrainer.build_optimizer(cfg, torch.nn.Linear(2, 2))
+    assert bool(optimizer.defaults["fused"]) == (name in re.findall(r"\w+", names))
 
 
 @pytest.mark.slow
@@ -431,7 +571,7 @@ def test_both_trainers_of_the_script_train_the_same():
 
 
 PAGE = "docs/writers.md"
-PER_EPOCH, WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
+PUT, PER_EPOCH, WITH_PANDAS, WITH_TENSORBOARD, REGISTERED, OWN = blocks(PAGE, "python")
 (CONFIG,) = blocks(PAGE, "yaml")
 
 
@@ -456,6 +596,31 @@ def test_a_writer_of_ones_own_writes_with_the_others_and_the_files_are_read(tmp_
     assert set(same.columns) == set(table.columns)
     for name in ("total_loss", "classification/top1"):
         assert table[name].dropna().to_dict() == same[name].dropna().to_dict()
+
+
+def test_what_the_hook_of_the_page_puts_is_written_and_the_console_leaves_one_value_out(
+    tmp_path, caplog
+):
+    loads = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    cfg = tiny_cfg(tmp_path, "LOG.WRITERS", ["console", "json", "tensorboard"])
+    cfg.merge_from_list(["LOG.PERIOD", 10])
+    trainer = DefaultTrainer(cfg)
+    trainer.register_hooks([run(PUT, PAGE)["LogInputs"]()])
+    seen = []
+    keep = hooks.CallbackHook(after_step=lambda trainer: seen.append(trainer.batch["x"].mean()))
+    trainer.register_hooks([keep])
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    [line] = [text for text in caplog.messages if "after 10 of 10 iterations  total" in text]
+    assert "input_mean: " in line
+    assert "batch_size" not in line
+
+    tags = loads.EventAccumulator(str(tmp_path)).Reload().Tags()
+    assert (tags["images"], tags["histograms"]) == (["input"], ["inputs"])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    means = [line["input_mean"] for line in lines if "input_mean" in line]
+    assert means[-1] == pytest.approx(((seen[4] + seen[9]) / 2).item())
+    assert [line["batch_size"] for line in lines if "batch_size" in line] == [8] * len(means)
 
 
 @pytest.mark.parametrize(("period", "written"), [("1ep", [4, 9, 14, 19]), (10, [4, 14, 19])])

@@ -147,11 +147,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             self._prepare_folder()
         takes_folder = False
         if self.save_to_disk:
-            progress = ""
-            if isinstance(kwargs.get("iteration"), int):
-                # iterations count from 0, also in the name of the file
-                progress = f", {say_done(kwargs['iteration'] + 1)}"
-            _logger.info("Saving checkpoint to %s%s", path, progress)
+            _logger.info("Saving checkpoint to %s%s", path, _progress(kwargs.get("iteration")))
             run_id_of_folder = read_run_id(self.save_dir)
             self._run_id = self._run_id or run_id_of_folder or new_run_id()
             takes_folder = tag_last and run_id_of_folder != self._run_id
@@ -500,7 +496,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         for key in keys:
             with loading(f"'{path}': its entry {key!r}"):
                 self._load(key, state.pop(key), groups)
-        _logger.info("Loaded %s", path)
+        _logger.info("Loaded %s%s", path, _progress(state.get("iteration")))
         return state
 
     def _only_evaluates(self, keys: list[str]) -> bool:
@@ -560,6 +556,11 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             return
         adapt = getattr(self.model, "optimizer_state_to_load", None)
         load_optimizer(obj, state, groups.get(key, []), self._parameter_names(), adapt)
+
+
+def _progress(iteration: object) -> str:
+    """The progress at the save, for a log line; iterations count from 0, as in names of files."""
+    return f", {say_done(iteration + 1)}" if isinstance(iteration, int) else ""
 
 
 def _what_to_load(

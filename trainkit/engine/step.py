@@ -98,7 +98,7 @@ class SimpleTrainer(TrainerBase):
         accumulation_steps: micro-batches per iteration.
         policy: what happens to values that are not finite.
         extra: further values of this iteration for the storage, shape ``[]``; `judge_numbers`
-            takes out ``[flag]...``.
+            takes out flags, such as `SKIP_FLAG`.
     """
 
     own_keys = (*TrainerBase.own_keys, "data")
@@ -328,9 +328,9 @@ class SimpleTrainer(TrainerBase):
     def before_update(self) -> None:
         """Call ``after_backward`` of the hooks, and clip."""
         self.after_backward()
-        self.extra = self.judge_gradients(self._losses)
+        self.extra = self.judge_and_clip(self._losses)
 
-    def judge_gradients(self, losses: Any) -> dict[str, Tensor]:
+    def judge_and_clip(self, losses: Any) -> dict[str, Tensor]:
         """Let the policy see the gradients, and clip them; returns ``extra``."""
         extra = self.policy.see_gradients(self.optimizer, self.model, losses)
         extra |= self.flags()
@@ -371,7 +371,7 @@ class SimpleTrainer(TrainerBase):
         storage = self.storage_in_use()
         self.metrics.add(storage, iteration, data_time, losses, self.extra, prefix)
 
-    write_metrics = staticmethod(write_metrics)
+    write_metrics = staticmethod(write_metrics)  # detectron2's name
 
     def update(self) -> None:
         self.policy.update(self.optimizer)

@@ -15,9 +15,9 @@ from trainkit.data import (
     DatasetCatalog,
     RepeatFactorTrainingSampler,
     TrainingSampler,
+    batches_per_epoch,
     build_batch_data_loader,
     build_train_loader,
-    epoch_length,
     iters_per_epoch,
     resume_obstacle,
 )
@@ -73,7 +73,7 @@ def test_an_epoch_is_a_pass_over_the_longest_or_the_shortest():
         "min": {"each": 7 / 3, "round_robin": 7},
     }
     for epoch, by_mode in lengths.items():
-        found = {mode: float(epoch_length(combined(mode, epoch=epoch))) for mode in by_mode}
+        found = {mode: float(batches_per_epoch(combined(mode, epoch=epoch))) for mode in by_mode}
         assert found == pytest.approx(by_mode)
 
 
@@ -150,7 +150,9 @@ def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_pa
         [CallbackHook(before_epoch=lambda trainer: starts.append((trainer.iter, trainer.epoch)))]
     )
     trainer.train()
-    assert (trainer.max_iter, trainer.cfg.TEST.EVAL_PERIOD, trainer.iters_per_epoch) == (6, 2, 2)
+    assert trainer.max_iter == 6
+    assert trainer.cfg.TEST.EVAL_PERIOD == 2
+    assert trainer.iters_per_epoch == 2
     assert starts == [(0, 0), (2, 1), (4, 2)]
     orders = [TrainingSampler(40, seed=1).epoch_indices(epoch)[:16] for epoch in range(3)]
     assert torch.equal(found, inputs_in_order(torch.cat(orders)))
