@@ -131,7 +131,7 @@ def test_the_gan_prints_both_losses_and_learns(page, tmp_path):
         name: trainer.storage.history(name).values() for name in ("loss_judge", "loss_generator")
     }
     log = (tmp_path / "log.txt").read_text()
-    assert re.search(r"after 20 of 20 iterations  loss_judge: \S+  loss_generator: ", log)
+    assert re.search(r"after 20/20  loss_judge: \S+  loss_generator: ", log)
     line = json.loads((tmp_path / "metrics.json").read_text().splitlines()[0])
     assert line["loss_generator"] == pytest.approx(
         statistics.median(value for value, _ in losses["loss_generator"])

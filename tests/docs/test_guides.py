@@ -611,7 +611,7 @@ def test_what_the_hook_of_the_page_puts_is_written_and_the_console_leaves_one_va
     trainer.register_hooks([keep])
     with caplog.at_level(logging.INFO):
         trainer.train()
-    [line] = [text for text in caplog.messages if "after 10 of 10 iterations  total" in text]
+    [line] = [text for text in caplog.messages if "after 10/10  total" in text]
     assert "input_mean: " in line
     assert "batch_size" not in line
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from trainkit.checkpoint.atomic import CheckpointError, loading
 from trainkit.checkpoint.checkpointer import Checkpointer
+from trainkit.checkpoint.errors import CheckpointError, loading
 from trainkit.checkpoint.optimizer_groups import names_in
 from trainkit.engine.attributes import Attributes, checkpointers_of, stateful_attributes
 from trainkit.engine.finite import raise_failure

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
-from trainkit.checkpoint.atomic import loading, write_text
+from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.errors import loading
 from trainkit.checkpoint.folder import read_finished
 from trainkit.config import (
     CfgNode,
