@@ -182,7 +182,9 @@ def test_every_command_is_understood_and_one_that_would_fail_is_found(here):
 
 
 # tests of the projects run these: they end the process, or need a run, an address or a package that is not here
-ELSEWHERE = re.compile(r"--num-gpus|--preflight|--fork|s3://|weights\.safetensors|vision_text")
+ELSEWHERE = re.compile(
+    r"--num-gpus|--preflight|--print-config|--fork|s3://|weights\.safetensors|vision_text"
+)
 ALONE = [
     words
     for words in IN_BLOCKS
