@@ -240,7 +240,7 @@ class GraphTrainer(SimpleTrainer):
         start = message[:20]  # a message may have numbers after it
         if start not in self._warned_of:
             self._warned_of.add(start)
-            logger.warning("%s (iteration %d)", message, self.iter)
+            logger.warning("%s (iteration %d, counted from 0)", message, self.iter)
 
     def _record(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording:
         """Record all parts without executing them; from now on gradients are the tensors that the recording writes."""
@@ -272,7 +272,7 @@ class GraphTrainer(SimpleTrainer):
         without = [parameter for parameter in parameters if parameter.grad is None]
         # see _show_gradients, which looks at the first
         recording.gradients = [(each, each.grad) for each in [*with_gradient, *without]]
-        text = "From iteration %d on, this step is replayed: recorded in %d pieces"
+        text = "From iteration %d (counted from 0) on, this step is replayed: recorded in %d pieces"
         logger.info(text, self.iter, len(stages))
         return recording
 

@@ -99,7 +99,8 @@ def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(c
     assert first() == [0, 1]
     assert first(collate_fn=sum) == 1
     loader = build_batch_data_loader([*range(5)], SequentialSampler(range(5)), 2)
-    assert (len(loader), loader.num_workers) == (2, 0)
+    assert len(loader) == 2
+    assert loader.num_workers == 0
     loaders = [
         build_batch_data_loader([0], None, 1, num_workers=1, seed=seed)
         for seed in (torch.initial_seed(), None, 6)
@@ -139,14 +140,21 @@ def test_the_batch_size_is_divided_among_ranks_or_given_per_rank(as_rank):
         build_batch_data_loader([0], InferenceSampler(1), None, single_gpu_batch_size=12).batch_size
         == 12
     )
-    for total, options, message in (
+
+
+@pytest.mark.parametrize(
+    ("total", "options", "message"),
+    [
         (6, {}, r"total_batch_size .* positive multiple of the world size 4, got 6"),
         (0, {}, "got 0"),
         (None, {}, "give total_batch_size or single_gpu_batch_size: None, None"),
         (4, {"single_gpu_batch_size": 1}, "single_gpu_batch_size: 4, 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build_batch_data_loader([0], InferenceSampler(1), total, **options)
+    ],
+)
+def test_a_batch_size_that_cannot_be_divided_is_an_error(total, options, message, as_rank):
+    as_rank(0, 4)
+    with pytest.raises(ValueError, match=message):
+        build_batch_data_loader([0], InferenceSampler(1), total, **options)
 
 
 def test_pinned_memory_is_not_asked_for_without_a_device_that_runs_ahead(monkeypatch):
@@ -289,7 +297,9 @@ def test_the_loader_options_of_the_config_reach_the_loader(cfg):
         ["DATALOADER.PERSISTENT_WORKERS", True, "DATALOADER.SAMPLER_TRAIN", "data_test_sampler"]
     )
     loader = build_train_loader(cfg)
-    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 5, True)
+    assert loader.num_workers == 1
+    assert loader.prefetch_factor == 5
+    assert loader.persistent_workers is True
     assert indices(loader, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 

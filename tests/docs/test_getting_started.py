@@ -55,7 +55,7 @@ def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(
     for line in (TABLE_LINE, END):
         assert line in printed
         assert line in page(PAGE)
-    assert f"\n  files in {folder}/output/spirals: " in printed
+    assert f"\n  files in {folder}/output/spirals:" in printed
     run_folder = folder / "output/spirals"
     before = contents(run_folder)
     assert TABLE_LINE in train(EVALUATE)

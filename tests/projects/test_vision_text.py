@@ -90,9 +90,8 @@ def test_a_config_trains_it_and_so_does_a_subclass(job, capsys):
 @JOBS
 def test_it_gives_the_loss_and_the_logits_of_the_library_and_keeps_all_names(job):
     model, plain = model_of(job), model_of(job)
-    del (
-        plain.forward
-    )  # losses_from put it on the model: that of the library is left, with the same weights
+    # losses_from put its own on the model; that of the library is left, with the same weights
+    del plain.forward
     dataset = DatasetCatalog.get(config(job).DATASETS.TRAIN[0])
     samples = [dataset[i] if "image" not in dataset[i] else ToImage()(dataset[i]) for i in range(4)]
     batch = torch.utils.data.default_collate(samples)

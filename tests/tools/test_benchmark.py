@@ -235,8 +235,17 @@ def test_a_model_that_is_not_finite_is_found_by_hand(modules):
 @pytest.mark.parametrize(
     "name",
     [
-        *("step", "save", "load", "evaluation", "clipping", "scalars", "samples", "ranks"),
-        *("start", "resume", "gpu"),
+        "step",
+        "save",
+        "load",
+        "evaluation",
+        "clipping",
+        "scalars",
+        "samples",
+        "ranks",
+        "start",
+        "resume",
+        "gpu",
     ],
 )
 def test_each_section_is_measured_and_each_of_its_rows_has_a_twin(
@@ -293,7 +302,7 @@ def test_the_page_has_what_was_measured_where_and_a_table_per_section(tool, monk
     assert parts[1] == "## clipping"
     assert "by hand (`clipping.clip_value_by_hand`)" in parts[3]
     assert parts[4] == "## gpu"
-    assert parts[6] == "Not measured: there was no GPU."
+    assert "no GPU" in parts[6]
 
 
 def test_a_wrong_section_is_refused_with_the_names_of_all(tool, capsys):

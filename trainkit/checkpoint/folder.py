@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, read_file
 from trainkit.checkpoint.mirror import mirror_of
 from trainkit.utils.file_io import refuse_pipe

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.file import ORDINARY, plain_state
 from trainkit.utils import comm
 from trainkit.utils.device import new_event, runs_ahead, wait_for

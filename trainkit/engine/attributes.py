@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainkit.checkpoint.atomic import loading
+from trainkit.checkpoint.errors import loading
 from trainkit.checkpoint.optimizer_groups import describe_groups
 from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.utils.device import unwrap_model

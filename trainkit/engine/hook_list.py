@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from trainkit.checkpoint.atomic import loading
+from trainkit.checkpoint.errors import loading
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS, SAVE_POINT, HookBase, Priority
 from trainkit.utils import comm
 from trainkit.utils.errors import ConfigError

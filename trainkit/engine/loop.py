@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from trainkit.checkpoint.atomic import CheckpointError, loading
 from trainkit.checkpoint.checkpointer import Checkpointer
+from trainkit.checkpoint.errors import CheckpointError, loading
 from trainkit.checkpoint.optimizer_groups import names_in
 from trainkit.engine.attributes import Attributes, checkpointers_of, stateful_attributes
 from trainkit.engine.finite import raise_failure
@@ -395,7 +395,7 @@ class TrainerBase:
             attributes.check_start()
         if not logger.hasHandlers():  # nobody has configured logging
             setup_logger(distributed_rank=comm.get_rank(), stdout_level=logging.INFO)
-        logger.info("Training from iteration %d to %d", start_iter, max_iter)
+        logger.info("Training starts %s", say_done(start_iter, max_iter))
         self._warn_of_inexact()
 
     def _set_position(self, start_iter: int, max_iter: int) -> None:
@@ -419,7 +419,7 @@ class TrainerBase:
         if self.done > 0:
             what = "trains iterations again" if start_iter < self.done else "skips iterations"
             logger.warning(
-                "This run stands at iteration %d, so train(%d, ...) %s, and its metrics start "
+                "This run has done %d iterations, so train(%d, ...) %s, and its metrics start "
                 "anew. To go on, call train(trainer.next_iter, max_iter)",
                 self.done,
                 start_iter,
@@ -472,7 +472,8 @@ class TrainerBase:
     def _fail(self, error: BaseException) -> None:
         self.status = "failed"
         self.failure = error
-        what = f"Training failed in iteration {self.iter} of 0 to {self.max_iter - 1}"
+        done = say_done(self.done, self.max_iter)
+        what = f"Training failed {done} (in iteration {self.iter}, counted from 0)"
         # the error is raised again, so its traceback is for the log file only
         logger.error("%s: %s: %s", what, type(error).__name__, error)
         logger.debug("%s", what, exc_info=error)
@@ -602,10 +603,10 @@ class TrainerBase:
         if self._inside and not self._has_warned_of_save:
             self._has_warned_of_save = True
             logger.warning(
-                "A hook saves a checkpoint itself, in iteration %d; a run resumed from it is not "
+                "A hook saves a checkpoint itself, %s; a run resumed from it is not "
                 "exact. Call trainer.request_save(name), so that the trainer saves at the save "
                 "point",
-                self.iter,
+                say_done(self.done),
             )
         for hook in self._hook_list.at["before_save"]:
             hook.before_save(state)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainkit.checkpoint.atomic import loading
+from trainkit.checkpoint.errors import loading
 from trainkit.checkpoint.optimizer_groups import describe_groups, names_in
 from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.data.epochs import epoch_listeners, not_reached

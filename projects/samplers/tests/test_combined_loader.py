@@ -150,7 +150,9 @@ def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_pa
         [CallbackHook(before_epoch=lambda trainer: starts.append((trainer.iter, trainer.epoch)))]
     )
     trainer.train()
-    assert (trainer.max_iter, trainer.cfg.TEST.EVAL_PERIOD, trainer.iters_per_epoch) == (6, 2, 2)
+    assert trainer.max_iter == 6
+    assert trainer.cfg.TEST.EVAL_PERIOD == 2
+    assert trainer.iters_per_epoch == 2
     assert starts == [(0, 0), (2, 1), (4, 2)]
     orders = [TrainingSampler(40, seed=1).epoch_indices(epoch)[:16] for epoch in range(3)]
     assert torch.equal(found, inputs_in_order(torch.cat(orders)))

@@ -62,9 +62,12 @@ class IterationTimer(HookBase):
     def after_train(self) -> None:
         self._total_sec = time.perf_counter() - self._start_sec
         if self._timed_iters > 0:
+            num_skipped = self.trainer.done - self.trainer.start_iter - self._timed_iters
+            skipped = f" (without the first {num_skipped})" if num_skipped > 0 else ""
             logger.info(
-                "%d iterations in %s (%.4f s each); with hooks %s",
+                "%d iterations%s in %s (%.4f s each); with hooks %s",
                 self._timed_iters,
+                skipped,
                 datetime.timedelta(seconds=round(self._steps_sec)),
                 self._steps_sec / self._timed_iters,
                 datetime.timedelta(seconds=round(self._total_sec)),
