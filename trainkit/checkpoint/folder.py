@@ -51,6 +51,7 @@ def candidates(folder: str, read: Callable[[str], Any] = read_file) -> Iterator[
 
     First the file that ``last_checkpoint`` names, then the earlier ones of the same run, the newest
     first, then later ones, which the run has left behind. At the end, those that cannot be read.
+    A folder that stands for a remote address is filled from there first.
 
     Args:
         read: returns the content of a file in another format than that of torch.

@@ -318,7 +318,10 @@ def overrides(hook: HookBase | type[HookBase], point: str) -> bool:
 
 
 def own_sort_key(hook: HookBase) -> int:
-    """The number of a hook's own priority; only a class may choose -1 (timer) and 101 (writers)."""
+    """The number of a hook's own priority.
+
+    It may also be -1 (the timer) or 101 (writers), which `register_hooks` does not take.
+    """
     return sort_key(hook.priority, -1, 101)
 
 

@@ -75,7 +75,7 @@ def _until_save_point(name: str, path: str, doc: str) -> Any:
             raise AttributeError(
                 f"trainer.{name} is there in after_backward, and in after_step above the save "
                 "point, since a resumed run starts below; register the hook with a priority of at "
-                "most NORMAL, or before=PeriodicCheckpointer"
+                "most NORMAL, or before=hooks.PeriodicCheckpointer"
             )
         return get(trainer)
 
