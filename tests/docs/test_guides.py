@@ -513,8 +513,10 @@ def test_the_usual_settings_train_with_the_rates_that_they_name(tmp_path, monkey
     assert len(trainer.storage.history("grad_norm").values()) == trainer.max_iter
 
 
-THREADS, GARBAGE, EAGER, GRAPH = blocks("docs/performance.md", "yaml")
-STORE_NORM, TRAINERS = blocks("docs/performance.md", "python")
+THREADS, GARBAGE = blocks("docs/performance.md", "yaml")
+EAGER, GRAPH = blocks("projects/graph/README.md", "yaml")
+(STORE_NORM,) = blocks("docs/performance.md", "python")
+(TRAINERS,) = blocks("projects/graph/README.md", "python")
 
 
 def test_every_yaml_block_is_a_config_and_the_hook_stores_what_each_iteration_had():
@@ -561,7 +563,7 @@ def test_both_trainers_of_the_script_train_the_same():
     for line in TRAINERS.splitlines():
         torch.manual_seed(0)
         names = {"SimpleTrainer": SimpleTrainer, "GraphTrainer": GraphTrainer, "torch": torch}
-        trainer = run(line, "performance.md", model=Weight(), loader=[torch.tensor(1.0)], **names)[
+        trainer = run(line, "graph/README.md", model=Weight(), loader=[torch.tensor(1.0)], **names)[
             "trainer"
         ]
         trainer.train(0, 3)

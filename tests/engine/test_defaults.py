@@ -111,7 +111,7 @@ def test_every_build_method_can_be_overridden_and_they_are_called_in_this_order(
     trainer = trainer_class(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4))
     assert built == [*makers][:4]
     assert trainer.train() == {"count": {"samples": 7}}
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.5 * 0.5**4
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.03125
     assert [row["iteration"] for row in rows(tmp_path, "mine.json")] == [1, 3, 4]
 
 

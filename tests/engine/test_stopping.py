@@ -107,12 +107,15 @@ def ask_both(rank, folder):
 def agree_between_the_steps(rank, folder):
     stops = StopRequests()
     stops.reset(20)
-    found = [stops.agreed(0), stops.agreed(1)]
+    assert stops.agreed(0) is None
+    assert stops.agreed(1) is None
     if rank == 1:
         stops.request("enough")
-    found += [stops.pending == (rank == 1), stops.agree_now(), stops.agreed(2)]
+    assert stops.pending == (rank == 1)
+    at_once, next_step = stops.agree_now(), stops.agreed(2)
     stops.reset(20)
-    return [*found, stops.pending, stops.agree_now()]
+    assert not stops.pending
+    return {"at once": at_once, "next step": next_step, "after a reset": stops.agree_now()}
 
 
 CHECKS = [ask_one_at_each_step, ask_both, agree_between_the_steps]
@@ -144,7 +147,8 @@ def test_signals_count_first_and_then_the_lowest_rank_that_was_asked(found):
 
 def test_ranks_can_agree_at_once_between_the_steps_at_which_they_ask_each_other(found):
     stop = Stop("enough", None)
-    assert found["agree_between_the_steps"] == [[None, None, True, stop, stop, False, None]] * 2
+    for of_rank in found["agree_between_the_steps"]:
+        assert of_rank == {"at once": stop, "next step": stop, "after a reset": None}
 
 
 def test_ignored_signals_and_handlers_of_the_program_stay_and_a_thread_takes_none(monkeypatch):

@@ -17,9 +17,9 @@ from tests.projects.torchvision_here import need
 from tools import analyze_model, train_net
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.config import get_cfg, import_modules
-from trainkit.data import DatasetCatalog
+from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import SimpleTrainer, default_argument_parser
-from trainkit.modeling import build_model
+from trainkit.modeling import build_model, losses_from
 from trainkit.solver import LAYER_DEPTH_REGISTRY
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.logger import close_logger
@@ -208,6 +208,36 @@ def test_weights_are_renamed_and_those_of_another_shape_are_left_out(caplog):
     assert "'head.weight' is left out: it has the shape (10, 4)" in caplog.text
     assert torch.equal(mine["stem"].weight, theirs["stem"].weight)
     assert torch.equal(mine["head"].weight, head)
+
+
+@pytest.mark.slow
+def test_a_model_of_timm_reads_gray_images():
+    need("torchvision", "timm")
+    [call] = re.findall(r"`(losses_from\(timm\..+?)` reads", (ROOT / PAGE).read_text())
+    names = {"losses_from": losses_from, "timm": importlib.import_module("timm"), "F": F}
+    model = eval(call, names)
+    batch = {"image": torch.rand(4, 1, 32, 32), "label": torch.tensor([0, 1, 2, 0])}
+    assert model(batch).requires_grad
+    assert model.eval()(batch).shape == (4, 3)
+
+
+@pytest.mark.slow
+def test_the_collator_of_hugging_face_pads_texts():
+    need("transformers")
+    tokenizers, transformers = map(importlib.import_module, ("tokenizers", "transformers"))
+    words = tokenizers.models.WordLevel({"[PAD]": 0, "a": 1, "b": 2}, unk_token="[PAD]")
+    splits = tokenizers.Tokenizer(words)
+    splits.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splits, pad_token="[PAD]")
+    samples = [{**tokenizer(text), "label": len(text) % 2} for text in ("a", "a b", "a b a")]
+    cfg = get_cfg()
+    cfg.merge_from_list(["DATALOADER.NUM_WORKERS", 0, "SOLVER.IMS_PER_BATCH", 3])
+    [call] = re.findall(r"`(build_train_loader\(cfg, .+Padding.+?)`", (ROOT / PAGE).read_text())
+    names = {"build_train_loader": build_train_loader, "samples": samples, "cfg": cfg}
+    names |= {"tokenizer": tokenizer}
+    names |= {"DataCollatorWithPadding": transformers.DataCollatorWithPadding}
+    batch = next(iter(eval(call, names)))
+    assert sorted(batch["input_ids"].tolist()) == [[1, 0, 0], [1, 2, 0], [1, 2, 1]]
 
 
 @pytest.mark.slow

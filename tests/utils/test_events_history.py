@@ -14,7 +14,10 @@ def filled(values, **kwargs):
 
 def test_median_and_average_are_over_the_last_values_and_the_global_average_over_all():
     history = filled([100.0, 7.0, 1.0, 3.0])
-    assert [history.median(window) for window in (1, 3, 4, 1000)] == [3.0, 3.0, 5.0, 5.0]
+    assert history.median(1) == 3.0
+    assert history.median(3) == 3.0
+    assert history.median(4) == 5.0
+    assert history.median(1000) == 5.0
     assert history.avg(2) == 2.0
     assert history.avg(1000) == 27.75
     assert history.global_avg() == 27.75

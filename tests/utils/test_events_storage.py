@@ -70,11 +70,9 @@ def test_smoothing_is_the_median_over_the_last_iterations_and_not_over_the_last_
         "lr": (59.0, 59),
         "new": (5.0, 1000),
     }
-    assert [storage.count_samples(*of) for of in (("each", 20), ("tenth", 20), ("tenth", 21))] == [
-        20,
-        2,
-        3,
-    ]
+    assert storage.count_samples("each", 20) == 20
+    assert storage.count_samples("tenth", 20) == 2
+    assert storage.count_samples("tenth", 21) == 3
     assert storage.smoothing_hints() == {"each": True, "tenth": True, "lr": False, "new": True}
 
 

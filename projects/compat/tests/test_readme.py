@@ -22,8 +22,7 @@ def test_every_name_is_there():
     ],
 )
 def test_the_last_value_of_a_schedule_stays(schedule, expected):
-    assert [KeepLastValue(schedule)(where) for where in (0.0, 1.0, 1.5)] == [
-        1.0,
-        expected,
-        expected,
-    ]
+    kept = KeepLastValue(schedule)
+    assert kept(0.0) == 1.0
+    assert kept(1.0) == expected
+    assert kept(1.5) == expected

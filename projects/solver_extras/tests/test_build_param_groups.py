@@ -147,7 +147,9 @@ def test_custom_keys_that_count_for_nothing_draw_a_warning(caplog):
         "head": {"lr_factor": 2.0},
     }
     build_param_groups(model, 1.0, None, ParamRules(custom_keys=keys))
-    assert caplog.messages == ["Custom keys that match no parameter and have no effect: hea, hed"]
+    [text] = caplog.messages
+    assert text.startswith("Custom keys")
+    assert text.endswith(": hea, hed")
 
 
 class Tied(nn.Module):
@@ -199,7 +201,8 @@ def test_a_shared_parameter_is_of_the_kinds_of_all_its_owners(caplog):
 )
 def test_a_factor_that_counts_for_no_parameter_draws_a_warning(factors, decay, message, caplog):
     build_param_groups(Net(), 1.0, decay, ParamRules(**factors))
-    assert caplog.messages == [f"Factors that count for no parameter and have no effect: {message}"]
+    [text] = caplog.messages
+    assert text.endswith(f": {message}")
 
 
 def test_the_rules_for_biases_take_in_others_by_a_key_and_else_name_them(caplog):

@@ -99,22 +99,30 @@ def test_a_first_update_that_the_scaler_skips_shifts_nothing():
     assert trainer.model.weight.item() == 1.0 - 4.0 * sum(lr for lr, _ in used[1:])
 
 
-def test_the_lr_shown_is_that_of_the_largest_group_or_else_the_most_common_one(caplog):
+@pytest.mark.parametrize(
+    ("rates", "sizes", "shown"),
+    [
+        ([0.1, 0.2], [1, 3], "group 2 of 2"),
+        ([0.1, 0.2, 0.4, 0.2], [1, 1, 1, 1], "group 2 of 4"),
+    ],
+)
+def test_the_lr_shown_is_that_of_the_largest_group_or_else_the_most_common_one(
+    rates, sizes, shown, caplog
+):
     caplog.set_level("INFO")
-    for groups in ([(0.1, 1), (0.2, 3)], [(0.1, 1), (0.2, 1), (0.4, 1), (0.2, 1)]):
-        parameters = [
-            {"lr": lr, "params": [nn.Parameter(torch.zeros(1)) for _ in range(n)]}
-            for lr, n in groups
-        ]
-        optimizer = torch.optim.SGD(parameters, lr=1.0)
-        trainer = SimpleTrainer(Weight(), [torch.tensor(1.0)], optimizer)
-        hook = LRScheduler(optimizer, given := ConstantParamScheduler(1.0))  # both can be given
-        trainer.register_hooks([hook])
-        assert hook.scheduler is given
-        trainer.train(0, 1)
-        assert isinstance(hook.scheduler, LRMultiplier)
-        assert trainer.storage.latest()["lr"][0] == 0.2
-        assert f"The lr shown is that of parameter group 2 of {len(groups)}" in caplog.messages
+    parameters = [
+        {"lr": lr, "params": [nn.Parameter(torch.zeros(1)) for _ in range(size)]}
+        for lr, size in zip(rates, sizes, strict=True)
+    ]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    trainer = SimpleTrainer(Weight(), [torch.tensor(1.0)], optimizer)
+    hook = LRScheduler(optimizer, given := ConstantParamScheduler(1.0))  # both can be given
+    trainer.register_hooks([hook])
+    assert hook.scheduler is given
+    trainer.train(0, 1)
+    assert isinstance(hook.scheduler, LRMultiplier)
+    assert trainer.storage.latest()["lr"][0] == 0.2
+    assert [text for text in caplog.messages if text.endswith(shown)]
 
 
 def test_a_rate_that_is_a_tensor_is_stored_as_it_was_in_each_iteration(asynchronous):

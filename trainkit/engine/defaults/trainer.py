@@ -242,12 +242,13 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     def train(  # type: ignore[override]
         self, start_iter: int | None = None, max_iter: int | None = None
     ) -> dict[str, Any]:
-        """Train to SOLVER.MAX_ITER from the current position, or from ``start_iter``.
+        """Train from the current position, or ``start_iter``, to ``max_iter``.
 
-        `resume_or_load` sets the position. If a run was stopped or failed in this process, training
-        continues with the next iteration. A finished run is not started again. What another trainer
-        of this process has written to the folders is moved to ``previous_<n>`` there, unless this
-        one has loaded a state to go on from.
+        Without ``max_iter`` it ends where the last ``train()`` was to end, at first at
+        SOLVER.MAX_ITER. `resume_or_load` sets the position. If a run was stopped or failed in this
+        process, training continues with the next iteration. A finished run is not started again.
+        What another trainer of this process has written to the folders is moved to
+        ``previous_<n>`` there, unless this one has loaded a state to go on from.
 
         Returns:
             The results of the last evaluation, on rank 0.
