@@ -9,11 +9,10 @@ import pytest
 
 from tests.docs.pages import ROOT, blocks, run
 from tests.engine.job import tiny_cfg
-from trainkit.engine import DefaultTrainer, TrainerBase
+from trainkit.engine import TrainerBase
 from trainkit.engine.hooks import HOOK_REGISTRY
 
 LOOP, JOB, HOOK = blocks("README.md", "python")
-(ENTRIES,) = blocks("README.md", "yaml")
 
 
 def test_the_two_commands_are_those_that_ci_takes_from_the_readme_and_the_slow_tests_are_run_too():
@@ -67,20 +66,3 @@ def test_the_hook_is_registered_in_code_too(tmp_path):
     trainer.register_hooks([run(HOOK, "README.md")["ShowBatchSize"]()])
     trainer.train()
     assert trainer.storage.history("batch_size").values() == [(8, iter) for iter in range(10)]
-
-
-@pytest.mark.usefixtures("registry")
-def test_the_entries_of_the_config_change_the_hooks(tmp_path):
-    (tmp_path / "config.yaml").write_text(ENTRIES)
-    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep")
-    cfg.merge_from_file(str(tmp_path / "config.yaml"))
-    run(HOOK, "README.md")
-    default, changed = (
-        set(DefaultTrainer(c).describe_hooks().split()) for c in (tiny_cfg(tmp_path), cfg)
-    )
-    assert {name.strip(",") for name in changed - default} >= {
-        "EMAHook",
-        "ParamScheduler",
-        "ShowBatchSize",
-    }
-    assert default - changed == {"IterationTimer,", "IterationTimer", "before_step"}

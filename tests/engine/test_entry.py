@@ -114,3 +114,12 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on_and_one_that_has_finish
     run_with(tiny_cfg(tmp_path / "early", *early))
     end = "The run has finished after 3 of 10 iterations, early: classification/top1 is "
     assert end_of(tmp_path / "early" / "log.txt")[0].startswith(end)
+
+
+def test_options_for_several_processes_are_refused_if_nothing_starts_them(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run_with(tiny_cfg(tmp_path / "run"), "--num-gpus", "2")
+    message = capsys.readouterr().err
+    assert "2 processes" in message
+    assert "launch(main, " in message
+    assert not (tmp_path / "run").exists()
