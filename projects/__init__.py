@@ -1,1 +1,1 @@
-"""Example jobs; each folder is one job that uses trainkit's public API."""
+"""Capabilities and example jobs; each folder plugs into trainkit and can be deleted."""

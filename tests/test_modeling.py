@@ -25,16 +25,20 @@ def build(name, device="cpu"):
 
 def test_a_model_is_made_from_the_config_on_its_device():
     model = build("gives_layer", "meta")
-    assert (model.in_features, model.weight.device.type) == (3, "meta")
+    assert model.in_features == 3
+    assert model.weight.device.type == "meta"
     without_parameters = nn.Identity()
     assert on_device(get_cfg(), without_parameters) is without_parameters
 
 
-def test_what_makes_no_model_is_an_error():
-    for name, message in (
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("gives_nothing", "MODEL.NAME: gives_nothing must return an nn.Module, got NoneType"),
         ("", "MODEL.NAME is empty; set it.*IMPORTS"),
         ("gives_laeyr", "MODEL.NAME: .*gives_laeyr"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            build(name)
+    ],
+)
+def test_what_makes_no_model_is_an_error(name, message):
+    with pytest.raises(ConfigError, match=message):
+        build(name)

@@ -158,7 +158,8 @@ def test_the_wheel_is_the_package_and_works_without_the_source(source, tmp_path)
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""
     version, version_of_metadata, places = json.loads(done.stdout)
     assert version == version_of_metadata == "9.8.7"
     assert {place[: len(str(tmp_path / "site"))] for place in places} == {str(tmp_path / "site")}

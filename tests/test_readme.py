@@ -1,20 +1,18 @@
 """The README cannot drift from what is run; its links and commands are looked at in tests/docs."""
 
 import inspect
+import json
 import re
 import subprocess
 
-from torch import nn
+import pytest
 
 from tests.docs.pages import ROOT, blocks, run
 from tests.engine.job import tiny_cfg
-from trainkit.engine import DefaultTrainer, HookBase, TrainerBase
+from trainkit.engine import TrainerBase
 from trainkit.engine.hooks import HOOK_REGISTRY
-from trainkit.utils.registry import Registry
 
-LOOP, HOOK, MODEL, LOADER = blocks("README.md", "python")
-(ENTRIES,) = blocks("README.md", "yaml")
-(SITE,) = blocks("docs/index.md", "python")
+LOOP, JOB, HOOK = blocks("README.md", "python")
 
 
 def test_the_two_commands_are_those_that_ci_takes_from_the_readme_and_the_slow_tests_are_run_too():
@@ -38,39 +36,33 @@ def test_the_loop_in_short_is_that_of_the_source():
         if not line.startswith("while")
     ]
     assert [line for line in in_short if line not in source] == []
-    assert SITE == LOOP
 
 
-def test_the_hook_stores_the_size_of_each_batch(tmp_path):
-    trainer = run(
-        HOOK, "README.md", HookBase=HookBase, DefaultTrainer=DefaultTrainer, cfg=tiny_cfg(tmp_path)
-    )["trainer"]
+@pytest.fixture
+def registry(monkeypatch):
+    """The hooks, to which a test may add some."""
+    monkeypatch.setattr(HOOK_REGISTRY, "_objects", {**HOOK_REGISTRY._objects})
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_job_learns_as_the_text_says_and_takes_its_hook_from_the_command_line(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["mine.py", "HOOKS", "[{NAME: ShowBatchSize}]"])
+    run(HOOK + JOB, "mine.py", __name__="__main__")
+    printed = capsys.readouterr().out
+    top1 = float(re.findall(r"\| classification \| top1 +\| +(\S+) \|", printed)[-1])
+    assert top1 == pytest.approx(98, abs=2)
+    assert "The run has finished after 400 of 400 iterations" in printed
+    lines = (tmp_path / "output/mine/metrics.json").read_text().splitlines()
+    assert {json.loads(line).get("batch_size") for line in lines[:-1]} == {50}
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_hook_is_registered_in_code_too(tmp_path):
+    cfg = tiny_cfg(tmp_path, "INPUT.TRAIN_TRANSFORM", "", "INPUT.TEST_TRANSFORM", "")
+    trainer = run(JOB, "mine.py")["Trainer"](cfg)
+    trainer.register_hooks([run(HOOK, "README.md")["ShowBatchSize"]()])
+    trainer.train()
     assert trainer.storage.history("batch_size").values() == [(8, iter) for iter in range(10)]
-
-
-def test_the_entries_of_the_config_change_the_hooks(tmp_path):
-    (tmp_path / "config.yaml").write_text(ENTRIES)
-    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep")
-    cfg.merge_from_file(str(tmp_path / "config.yaml"))
-    HOOK_REGISTRY.register(
-        run(HOOK.partition("\n\n\n")[0], "README.md", HookBase=HookBase)["ShowBatchSize"]
-    )
-    default, changed = (
-        set(DefaultTrainer(c).describe_hooks().split()) for c in (tiny_cfg(tmp_path), cfg)
-    )
-    assert {name.strip(",") for name in changed - default} >= {
-        "EMAHook",
-        "ParamScheduler",
-        "ShowBatchSize",
-    }
-    assert default - changed == {"IterationTimer,", "IterationTimer", "before_step"}
-
-
-def test_the_model_and_the_loader_are_found_where_the_text_says():
-    registry, mine = Registry("MODEL"), [{"x": 1}]
-    model = run(MODEL, "README.md", nn=nn, MODEL_REGISTRY=registry)["MyModel"]
-    trainer = run(LOADER, "README.md", DefaultTrainer=DefaultTrainer, my_loader=lambda cfg: mine)[
-        "Trainer"
-    ]
-    assert registry.get("MyModel") is model
-    assert trainer.build_train_loader(None) is mine

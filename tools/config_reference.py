@@ -27,30 +27,58 @@ ROOT = Path(__file__).parents[1]
 INTRODUCTION = """\
 # Config reference
 
-This page lists the keys of trainkit with their defaults. `tools/config_reference.py` writes it from
-`trainkit/config/defaults.py`. A config is a YAML file with some of these keys. Options after a command override it, and
-`--print-config` shows the result:
+A config is a YAML file with some of the keys below. All other keys have their defaults:
+
+```yaml
+OUTPUT_DIR: output/mine
+MODEL: {NAME: MyModel, WIDTH: 64} # keys of your own too
+SOLVER:
+  MAX_ITER: 20ep # epochs; 20 is iterations
+  IMS_PER_BATCH: 64
+  ACCUMULATION_STEPS: 4
+  OPTIMIZER: {NAME: AdamW, BETAS: [0.9, 0.98]}
+  BASE_LR: 0.001
+  WEIGHT_DECAY: 0.05
+  WEIGHT_DECAY_BIAS: 0.0
+  PARAM_GROUPS: {CUSTOM_KEYS: [{KEY: backbone, LR_FACTOR: 0.1}]} # names with "backbone"
+  LR_SCHEDULER_NAME: WarmupCosineLR
+  WARMUP_ITERS: 1ep
+  CLIP_GRADIENTS: {ENABLED: True, CLIP_TYPE: full_model, CLIP_VALUE: 1.0}
+  AMP: {ENABLED: True, PRECISION: bfloat16}
+```
+
+Settings after a command override the file. A list, or a node with several keys, is written in quotes as in YAML.
+`--print-config` shows the result and ends:
 
 ```sh
 python tools/train_net.py --config-file projects/digits/config.yaml SOLVER.BASE_LR 0.05 SOLVER.MAX_ITER 20ep
+python tools/train_net.py --print-config SOLVER.AMP "{ENABLED: True}" DATASETS.TEST "[digits_val]"
 ```
 
 - Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`). `SOLVER.CHECKPOINT_PERIOD` also takes a time
   (`30min`, `1h 30min`).
+- `_BASE_: other.yaml` loads another file first. A node with `_DELETE_: True` replaces the node of that file.
+- A key that does not exist, a value of the wrong type, and a number out of its range are errors that say what is
+  accepted.
+- `MODEL`, `INPUT` and `SOLVER.OPTIMIZER` accept keys of your own, so check your spelling there.
+  [A plug-in](extending.md#a-plug-in-keys-of-the-config-options-of-the-command-line) adds keys in other places.
+- The output folder has the settings of the run in `config.yaml`. A run from this file trains the same.
+"""
+LIMITS = """
+## Limits
+
 - In `trainer.cfg` a length in epochs is an int. A period that is not a whole number of iterations is a `Period`,
   also in entries of `HOOKS`: read it by `is_due(trainer, period)`.
-- `_BASE_: other.yaml` loads another file first. A node with `_DELETE_: True` replaces the node of that file.
-- `config.yaml` in the output folder has the settings of the last start, also of a `--resume` that was
-  then refused: start it again with the right settings before you use the file. A run from this file trains the same.
-- A few defaults give way where they do not fit: `WARMUP_ITERS`, `STEPS`, `MOMENTUM`, `NESTEROV` and `WEIGHT_DECAY` of
-  `SOLVER`, and `DATALOADER.SAMPLER_TRAIN`. A value that you set counts as it is, also if it is the same as the default.
+- A few defaults change if they do not fit the run: `WARMUP_ITERS`, `STEPS`, `MOMENTUM`, `NESTEROV` and `WEIGHT_DECAY`
+  of `SOLVER`, and `DATALOADER.SAMPLER_TRAIN`. A value that you set is never changed, even if it equals the default.
   `config.yaml` has these keys only if you set them; the others are comments at its end.
-- Keys of projects are there too. `config.yaml` leaves out those that have their defaults, so that a
-  run can be opened where such a project is missing.
-- A key that does not exist, or a value of the wrong type, is an error that says what is accepted, and so is a number
-  out of its range. `MODEL`, `INPUT` and `SOLVER.OPTIMIZER` accept keys of your own too, so check your spelling there.
-  The keys of a feature that is off accept every value of their type.
-- `None` and `null` are no text: `CHECKPOINT.DIR None` means the same as `CHECKPOINT.DIR ''`.
+- `config.yaml` has the settings of the last start. If a `--resume` was refused because of its settings, start the run
+  again with the right settings before you use the file.
+- `config.yaml` leaves out the keys of projects that have their defaults, so that a run can be opened where such a
+  project is missing.
+- The values of a feature that is off are checked for their type only.
+- `None` and `null` mean no text: `CHECKPOINT.DIR None` means the same as `CHECKPOINT.DIR ''`.
+- `tools/config_reference.py` writes this page from `trainkit/config/defaults.py`.
 """
 
 _HEADING = "## Keys\n"
@@ -122,7 +150,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         before, heading, after = readme.read_text(encoding="utf-8").partition(_HEADING)
         following = after[after.index("\n## ") :] if "\n## " in after else ""
         yield readme, f"{before.rstrip()}\n\n{heading or _HEADING}\n{tables[project]}\n{following}"
-    yield ROOT / "docs" / "config.md", page
+    yield ROOT / "docs" / "config.md", page + LIMITS
 
 
 def main() -> None:

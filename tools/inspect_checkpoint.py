@@ -92,6 +92,11 @@ def _facts(path: str, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(
             ("iteration", f"{say_done(iteration + 1)} (number {iteration}, counted from 0)")
         )
+    if "best_value" in state:
+        best = f"{state.get('best_of')} {state['best_value']} ({state.get('best_mode')})"
+        if "evaluated" in state:  # by a hook that evaluates other weights
+            best += f", of the weights {state['evaluated']!r}"
+        facts.append(("best", best))
     model = state.get("model", state.get("state_dict"))
     tensors = list(tensors_in(model))
     if tensors:

@@ -15,7 +15,7 @@ import torch
 
 from trainkit.checkpoint import Checkpointer, PeriodicCheckpointer
 from trainkit.config import CfgNode, ConfigError, get_cfg, import_modules, resolve_lengths
-from trainkit.data import build_test_loader, build_train_loader, epoch_length
+from trainkit.data import batches_per_epoch, build_test_loader, build_train_loader
 from trainkit.engine import (
     default_argument_parser,
     default_setup,
@@ -38,7 +38,7 @@ def train(cfg: CfgNode, model: torch.nn.Module) -> dict[str, Any]:
     model.train()
     optimizer = build_optimizer(cfg, model)
     data_loader = build_train_loader(cfg)
-    cfg = resolve_lengths(cfg, epoch_length(data_loader))
+    cfg = resolve_lengths(cfg, batches_per_epoch(data_loader))
     scheduler = build_lr_scheduler(cfg, optimizer)
     max_iter, device = cfg.SOLVER.MAX_ITER, resolve_device(cfg.MODEL.DEVICE)
     checkpointer = PeriodicCheckpointer(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from trainkit.projects.async_save.host_copy import HostCopy
 
-from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.file import Take
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat, make_format
 from trainkit.utils.device import current_device_index, use_device

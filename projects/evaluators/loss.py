@@ -27,7 +27,7 @@ from trainkit.utils import comm
 from trainkit.utils.device import preserve_buffers
 from trainkit.utils.env import preserve_rng_state, seed_all_rng
 from trainkit.utils.events import EventStorage
-from trainkit.utils.events.worker import Numbers
+from trainkit.utils.events.numbers import Numbers
 
 logger = logging.getLogger(__name__)
 

@@ -146,10 +146,10 @@ class GraphTrainer(SimpleTrainer):
             with self._beside():
                 super().unscale()  # type: ignore[misc]
 
-    def judge_gradients(self, losses: Losses) -> dict[str, Tensor]:
+    def judge_and_clip(self, losses: Losses) -> dict[str, Tensor]:
         if self._recording is None:
             with self._beside():
-                return super().judge_gradients(losses)
+                return super().judge_and_clip(losses)
         hooks_have_acted = "judgement" in self._recording.replays
         if hooks_have_acted:
             for parameter, gradient in self._recording.gradients:
@@ -240,7 +240,7 @@ class GraphTrainer(SimpleTrainer):
         start = message[:20]  # a message may have numbers after it
         if start not in self._warned_of:
             self._warned_of.add(start)
-            logger.warning("%s (iteration %d)", message, self.iter)
+            logger.warning("%s (iteration %d, counted from 0)", message, self.iter)
 
     def _record(self, batches: Sequence[Any], tensors: list[Tensor]) -> _Recording:
         """Record all parts without executing them; from now on gradients are the tensors that the recording writes."""
@@ -257,7 +257,7 @@ class GraphTrainer(SimpleTrainer):
             recording.losses = _RecordedLosses(values, losses.trained, total=losses.total.clone())
 
         def judgement() -> None:
-            extra = super(GraphTrainer, self).judge_gradients(recording.losses)
+            extra = super(GraphTrainer, self).judge_and_clip(recording.losses)
             recording.losses.pack(extra)
 
         stages: list[dict[str, Callable[[], None]]] = [{"gradients": gradients}]
@@ -272,7 +272,7 @@ class GraphTrainer(SimpleTrainer):
         without = [parameter for parameter in parameters if parameter.grad is None]
         # see _show_gradients, which looks at the first
         recording.gradients = [(each, each.grad) for each in [*with_gradient, *without]]
-        text = "From iteration %d on, this step is replayed: recorded in %d pieces"
+        text = "From iteration %d (counted from 0) on, this step is replayed: recorded in %d pieces"
         logger.info(text, self.iter, len(stages))
         return recording
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainkit.checkpoint.atomic import loading
+from trainkit.checkpoint.errors import loading
 from trainkit.config import ConfigError
 from trainkit.engine.hook_base import HOOK_REGISTRY, HookBase
 from trainkit.evaluation.observer import labelled
@@ -395,6 +395,7 @@ class EMAHook(HookBase):
             state[EVALUATED] = "model"
             return
         state[EVALUATED] = "ema"
+        logger.info("The best model has the averaged weights of EMAHook, which were evaluated")
         trained = state["model"]
         average = self.state_dict()["model"]
         scored = copy.copy(trained)  # copy keeps _metadata

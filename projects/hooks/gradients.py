@@ -97,7 +97,7 @@ class UnusedParameters(HookBase):
                 unused.append(name)
         found = ", ".join(unused)
         if found and found != self._last_found:
-            text = "Parameters without a gradient in iteration %d: %s; remove or freeze them"
+            text = "Parameters without a gradient in iteration %d (counted from 0): %s; remove or freeze them"
             logger.error(text, self.trainer.iter, found)
         self._last_found = found
 

@@ -12,7 +12,7 @@ from torch import profiler
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT, HookBase
 from trainkit.utils import comm
 from trainkit.utils.device import accelerator_runs_ahead
-from trainkit.utils.periods import check_period, is_due, is_whole
+from trainkit.utils.periods import check_period, is_due, is_whole, say_done
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class TorchProfiler(HookBase):
         else:
             self._folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(self._folder / f"{name}.json"))
-        logger.info("Profile of iteration %d saved in %s", self.trainer.iter, self._folder)
+        logger.info(
+            "Profile of iteration %d (counted from 0) saved in %s", self.trainer.iter, self._folder
+        )
 
     def after_step(self) -> None:
         if self._profile is not None:
@@ -136,9 +138,8 @@ class TorchMemoryStats(HookBase):
             self._runs += 1
             memory = torch.accelerator.memory
             logger.info(
-                "Device memory after iteration %d: "
-                "%.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f",
-                self.trainer.iter,
+                "Device memory %s: %.0f MiB allocated, peak %.0f; %.0f MiB reserved, peak %.0f",
+                say_done(self.trainer.done),
                 memory.memory_allocated() / 2**20,
                 memory.max_memory_allocated() / 2**20,
                 memory.memory_reserved() / 2**20,

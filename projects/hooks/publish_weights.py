@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from trainkit.projects.hooks.averaging import AVERAGED_PATH, averaged_weights
 
-from trainkit.checkpoint.atomic import CheckpointError, replacing, sync_folder
+from trainkit.checkpoint.atomic import replacing, sync_folder
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.file import plain_state, read_file
 from trainkit.checkpoint.format import format_of, make_format
 from trainkit.checkpoint.ranks import together

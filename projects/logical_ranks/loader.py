@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler
 
 from trainkit.config import ConfigError
 from trainkit.data.loader import ResumableLoader
-from trainkit.data.protocol import epoch_length
+from trainkit.data.protocol import batches_per_epoch
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler
 from trainkit.utils import comm
 
@@ -78,7 +78,7 @@ class LogicalLoader:
 
     @property
     def batches_per_epoch(self) -> Fraction:
-        return Fraction(epoch_length(self._first) or 0) * len(self._loaders)
+        return Fraction(batches_per_epoch(self._first) or 0) * len(self._loaders)
 
     def state_dict(self) -> dict[str, Any]:
         return self._first.state_dict()

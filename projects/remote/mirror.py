@@ -22,7 +22,8 @@ from typing import Any
 from iopath.common.file_io import get_cache_dir
 from trainkit.projects.remote.store import STORE_REGISTRY, CheckpointStore
 
-from trainkit.checkpoint.atomic import CheckpointError, write_text
+from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.file import SUFFIX
 from trainkit.checkpoint.folder import is_file_of, next_previous, tagged_file
 from trainkit.checkpoint.format import owner_of_part

@@ -67,12 +67,14 @@ def _read_all(run: str, pattern: str, damaged: dict[str, str]) -> list[Saved]:
     for path in map(str, Path(run).glob(pattern)):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            _ = state["trainer"]["origin"]["facts"]  # a file of an early version has none
+            # a file of an early version has none of these
+            _ = state["trainer"]["origin"]["facts"]
+            _ = state["trainer"]["num_threads"]
             iteration = state["trainer"]["iteration"]
             boundary_is_over = state["trainer"]["boundary"]["is_over"]
             found.append(Saved(iteration, boundary_is_over, path, state))
         except Exception as error:  # torch and pickle raise many types
-            logger.info("%s does not say how its run was started: %s", path, error)
+            logger.info("%s is not used: %s: %s", path, type(error).__name__, error)
             damage = damage_of(path)
             if damage:
                 damaged[os.path.basename(path)] = damage

@@ -25,10 +25,10 @@ from trainkit.utils import comm
 from trainkit.utils.device import resolve_device
 from trainkit.utils.logger import format_table, printable
 
-THREADS = "threads of torch"
-# these do not change what is computed; a resumed run does not read MODEL.WEIGHTS
+# these do not change what is computed; a resumed run does not read MODEL.WEIGHTS, and the trainer itself tells of
+# NUM_THREADS
 _NO_MATTER = re.compile(
-    r"VERSION|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|REQUEUE_SIGNAL|(FIRST_)?STEP_TIMEOUT|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*"
+    r"VERSION|NUM_THREADS|OUTPUT_DIR|IMPORTS|STOP_CHECK_PERIOD|REQUEUE_SIGNAL|(FIRST_)?STEP_TIMEOUT|MODEL\.WEIGHTS|TEST\.EXPECTED_RESULTS|CHECKPOINT\..*"
     r"|LOG\..*|FORK\..*|DATALOADER\.(NUM_WORKERS|PREFETCH_FACTOR|PERSISTENT_WORKERS|TIMEOUT)"
 )
 # a resumed run takes these from the saved states of random numbers, optimizer and gradient scaler
@@ -36,7 +36,7 @@ _OF_CHECKPOINT = re.compile(
     r"SEED|SOLVER\.(BASE_LR|REFERENCE_BATCH_SIZE|MOMENTUM|NESTEROV|WEIGHT_DECAY(_NORM|_BIAS)?|BIAS_LR_FACTOR"
     r"|OPTIMIZER(?!\.(NAME|FUSED)).*|PARAM_GROUP.*|AMP\.INIT_SCALE)"
 )
-# environment variables that change numbers; the number of threads is a fact of its own
+# environment variables that change numbers; the number of threads is in the state of the trainer
 _ENVIRONMENT = re.compile(
     r"(OMP|MKL|CUBLAS|TORCH)_(?!NUM_THREADS).*|ATEN_CPU_CAPABILITY|PYTHONHASHSEED|NCCL_ALGO"
 )
@@ -139,7 +139,6 @@ def _facts(device: torch.device | None) -> dict[str, Any]:
         with suppress(importlib.metadata.PackageNotFoundError):
             facts[f"version of {name}"] = importlib.metadata.version(name)
     facts |= {
-        THREADS: torch.get_num_threads(),
         "threads of torch between operations": torch.get_num_interop_threads(),
         "instructions of the CPU": torch.backends.cpu.get_cpu_capability(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -221,12 +220,11 @@ def settings_of(config: str) -> dict[str, Any]:
 
 def table_of_other_settings(saved: Mapping[str, Any], cfg: CfgNode) -> str:
     """A table of the settings of ``cfg`` that differ from those in an origin, and what is used; "" if none."""
-    own = settings_of(cfg.dump()) | {THREADS: torch.get_num_threads()}
+    own = settings_of(cfg.dump())
     try:
         of_checkpoint = settings_of(saved["config"])
     except ConfigError as error:  # not one of this run's config
         raise CheckpointError(f"the config in the checkpoint cannot be read: {error}") from error
-    of_checkpoint |= {THREADS: saved["facts"][THREADS]}
     rows = []
     for key in own | of_checkpoint:
         # only one of the two may know a key of a project: the other has its default

@@ -74,6 +74,7 @@ class Session:
         # the process that wrote `after` has done the step; it may have other settings
         governing: Any = place.after or place.before
         self.origin = governing.state["trainer"]["origin"]
+        self.num_threads = governing.state["trainer"]["num_threads"]
         self.num_ranks = self.origin["facts"]["number of processes"]  # that the replay needs
         self.run = run
         self.at = at
@@ -92,7 +93,7 @@ class Session:
         self._work = work
         disabled_level = logging.root.manager.disable
         threads = torch.get_num_threads()
-        threads_of_run = min(self.origin["facts"][facts.THREADS], 1024)
+        threads_of_run = min(self.num_threads, 1024)
         try:
             logging.disable(logging.ERROR)
             torch.set_num_threads(threads_of_run)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 from trainkit.data.epochs import epoch_listeners
-from trainkit.data.protocol import epoch_length, resume_obstacle
+from trainkit.data.protocol import batches_per_epoch, resume_obstacle
 from trainkit.data.samplers import InfiniteSampler
 from trainkit.utils.periods import check_period
 
@@ -55,7 +55,7 @@ class CombinedLoader:
         """None if a loader has no known length."""
         lengths = []
         for loader in self.loaders.values():
-            length = epoch_length(loader)
+            length = batches_per_epoch(loader)
             if length is None:
                 return None
             lengths.append(Fraction(length))

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from trainkit.projects.sharding.tensors import is_sharded, local_part, release_gathered
 
-from trainkit.checkpoint.atomic import CheckpointError, sync_folder
+from trainkit.checkpoint.atomic import sync_folder
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, Take, ordinary, plain_state, write_plain
 from trainkit.checkpoint.folder import is_file_of
 from trainkit.checkpoint.format import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.utils.file_io import refuse_pipe
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.checkpoint.atomic import CheckpointError, replacing
+from trainkit.checkpoint.atomic import replacing
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat
 from trainkit.utils.file_io import refuse_pipe
 

@@ -37,7 +37,9 @@ def test_save_writes_the_files_of_fvcore_and_best_saves_do_not_move_the_tag(tmp_
     rest = fvcore.common.checkpoint.Checkpointer(
         theirs, str(tmp_path / "new"), trainer=trainer
     ).resume_or_load("")
-    assert (weight_of(theirs), trainer.value, rest["iteration"]) == (1, 1, 9)
+    assert weight_of(theirs) == 1
+    assert trainer.value == 1
+    assert rest["iteration"] == 9
     every_rank_writes = CheckpointFormat()
     every_rank_writes.collective = True
     Checkpointer(linear(1), tmp_path / "other", format=every_rank_writes).save("model")
@@ -68,7 +70,9 @@ def test_a_state_that_no_file_can_hold_is_named_and_left_out_and_the_weights_are
     model = linear(0)
     resumed = Checkpointer(model, tmp_path, trainer=trainer, other=other)
     assert resumed.resume_or_load("") == {}
-    assert (weight_of(model), trainer.value, other.value) == (1, 3, 7)
+    assert weight_of(model) == 1
+    assert trainer.value == 3
+    assert other.value == 7
     assert "without these states" in caplog.text
     assert "trainer.value.hooks.Best" in caplog.text
 
@@ -90,16 +94,15 @@ def test_resume_takes_the_last_checkpoint_with_everything(run_folder, tmp_path, 
     assert trainer.value == 0
     assert f"No checkpoint to resume from in '{tmp_path / 'fresh'}'" in caplog.text
     for folder in ("", tmp_path / "fresh"):
-        assert (Checkpointer(linear(0), folder).has_checkpoint(), resume(folder)) == (
-            False,
-            (0, {}),
-        )
+        assert not Checkpointer(linear(0), folder).has_checkpoint()
+        assert resume(folder) == (0, {})
 
     model = linear(0)
     Checkpointer(model, run_folder, trainer=trainer).resume_or_load(
         run_folder / "model_0000019.pth", resume=False
     )
-    assert (weight_of(model), trainer.value) == (19, 0)
+    assert weight_of(model) == 19
+    assert trainer.value == 0
 
 
 def test_a_folder_of_fvcore_can_be_resumed_but_not_weights_alone(tmp_path):
@@ -169,14 +172,16 @@ def test_absent_checkpointables_are_warned_about_and_only_those_asked_for_are_lo
     Checkpointer(linear(1), tmp_path, a=Counter(1), b=Counter(2)).save("model", iteration=3)
     a, b = Counter(), Counter()
     rest = Checkpointer(linear(0), a=a, b=b).load(tmp_path / "model.pth", checkpointables=["b"])
-    assert (a.value, b.value, rest) == (0, 2, {"a": {"value": 1}, "iteration": 3})
+    assert a.value == 0
+    assert b.value == 2
+    assert rest == {"a": {"value": 1}, "iteration": 3}
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     Checkpointer(linear(0), trainer=Counter(), a=a).load(tmp_path / "model.pth")
     assert "holds no state for ['trainer']" in caplog.text
     assert a.value == 1
     caplog.set_level(logging.INFO)
     assert Checkpointer(linear(0), a=a).load("") == {}
-    assert caplog.messages[-1] == "No checkpoint to load; the model stays as it is"
+    assert caplog.messages[-1].startswith("No checkpoint to load")
 
 
 def test_data_parallel_wrapper_is_removed_on_both_sides(tmp_path):
@@ -227,11 +232,9 @@ def test_what_is_changed_before_the_save_is_written_and_the_model_keeps_its_weig
     Checkpointer(model, tmp_path, trainer=first, other=second).save("model", iteration=9)
 
     written = torch.load(tmp_path / "model.pth", weights_only=True)
-    assert (written["note"], written["iteration"], written["trainer"]) == (
-        "one more",
-        9,
-        {"value": 3},
-    )
+    assert written["note"] == "one more"
+    assert written["iteration"] == 9
+    assert written["trainer"] == {"value": 3}
     assert written["model"]["weight"].unique().tolist() == [2]
     assert weight_of(model) == 1
     assert first.calls == [("before_save", ["iteration", "model", "other", "trainer"])]
@@ -245,8 +248,8 @@ def test_what_is_changed_before_the_save_is_written_and_the_model_keeps_its_weig
     assert sorted(os.listdir(tmp_path)) == ["last_checkpoint", "model.pth", "run_id"]
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_what_is_changed_in_what_was_read_is_loaded(run_folder, resume):
+@pytest.mark.parametrize(("resume", "weight", "value"), [(True, 129, 229), (False, 119, 0)])
+def test_what_is_changed_in_what_was_read_is_loaded(run_folder, resume, weight, value):
     def edit(state):
         assert weight_of(model) == 0  # nothing is loaded yet
         state["model"] = {name: value + 100 for name, value in state["model"].items()}
@@ -258,7 +261,8 @@ def test_what_is_changed_in_what_was_read_is_loaded(run_folder, resume):
     rest = checkpointer.resume_or_load(run_folder / "model_0000019.pth", resume=resume)
 
     assert observer.calls == [("after_load", ["iteration", "model", "trainer"], 0)]
-    assert (weight_of(model), observer.value) == ((129, 229) if resume else (119, 0))
+    assert weight_of(model) == weight
+    assert observer.value == value
     assert rest["note"] == "read"  # what nobody takes is returned
 
 
@@ -268,8 +272,9 @@ def test_the_log_says_after_how_many_iterations_a_checkpoint_is_saved(tmp_path, 
     checkpointer.save("model_0000047", iteration=47)
     checkpointer.save("weights")
     first, second = [text for text in caplog.messages if text.startswith("Saving")]
-    assert first == f"Saving checkpoint to {tmp_path}/model_0000047.pth, after 48 iterations"
-    assert second == f"Saving checkpoint to {tmp_path}/weights.pth"
+    assert f"{tmp_path}/model_0000047.pth" in first
+    assert first.endswith("after 48 iterations")
+    assert second.endswith(f"{tmp_path}/weights.pth")
 
 
 def test_a_folder_with_checkpoints_of_which_none_is_loaded_draws_a_warning(tmp_path, caplog):

@@ -69,10 +69,9 @@ def test_without_a_tag_the_last_iteration_is_resumed_with_a_warning(
     assert checkpointer.has_checkpoint()
     assert warnings_of(caplog) == []
     assert resumed(run_folder) == 29
-    text = (
-        f"'{run_folder}' has no last_checkpoint; resuming from its newest checkpoint, '{FILES[2]}'"
-    )
-    assert warnings_of(caplog) == [text]
+    [text] = warnings_of(caplog)
+    assert f"'{run_folder}' has no last_checkpoint" in text
+    assert text.endswith(f"'{FILES[2]}'")
 
 
 def test_if_the_newest_is_damaged_the_one_with_the_last_iteration_before_is_next(
@@ -118,7 +117,9 @@ def test_a_copied_checkpoint_of_another_run_is_not_used(
     if not has_tag:
         (run_folder / "last_checkpoint").unlink()
     assert resumed(run_folder) == 19
-    assert f"'{run_folder}' has files of another run, not used: '{name}'" in warnings_of(caplog)
+    [text] = [text for text in warnings_of(caplog) if "of another run" in text]
+    assert f"'{run_folder}'" in text
+    assert text.endswith(f": '{name}'")
     for own in FILES:
         (run_folder / own).unlink()
     if has_tag:
@@ -126,7 +127,7 @@ def test_a_copied_checkpoint_of_another_run_is_not_used(
             resumed(run_folder)
     else:
         assert resumed(run_folder) == 0
-        assert f"has files of another run, not used: '{name}'" in warnings_of(caplog)[0]
+        assert f"of another run, not used: '{name}'" in warnings_of(caplog)[0]
 
 
 def test_a_tag_that_names_a_file_of_another_run_is_an_error_with_two_remedies(

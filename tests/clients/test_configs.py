@@ -89,8 +89,9 @@ def test_a_project_may_make_the_optimizer_a_name_as_many_of_detectron2_do(tmp_pa
         return trainer.optimizer
 
     adamw = optimizer("ADAMW")
-    assert (type(adamw), type(optimizer("SGD"))) == (torch.optim.AdamW, torch.optim.SGD)
-    assert adamw.param_groups[0]["initial_lr"] == pytest.approx(0.1 / 2 * 0.2)
+    assert type(adamw) is torch.optim.AdamW
+    assert type(optimizer("SGD")) is torch.optim.SGD
+    assert adamw.param_groups[0]["initial_lr"] == pytest.approx(0.01)
 
 
 def test_a_config_of_detectron2s_version_is_read_and_an_unknown_key_is_a_key_error(tmp_path):

@@ -191,7 +191,8 @@ def test_functions_that_no_module_holds_are_pickled_by_their_code():
 
     assert pickle.loads(pickle.dumps(PicklableWrapper(function)))(2, add=5) == 118
     held = pickle.loads(pickle.dumps(PicklableWrapper({"functions": [function, rates]})))
-    assert (held["functions"][0](2), held["functions"][1]) == (114, rates)
+    assert held["functions"][0](2) == 114
+    assert held["functions"][1] == rates
 
 
 def test_a_call_without_enough_memory_is_made_again_and_then_on_the_cpu(caplog):

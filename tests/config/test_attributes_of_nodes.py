@@ -20,4 +20,5 @@ def test_a_wrong_key_as_an_attribute_names_its_neighbour():
     assert not hasattr(cfg, "__array__")
     with pytest.raises(AttributeError) as caught:
         _ = hooks.EMAHok
-    assert (caught.value.name, caught.value.obj) == ("EMAHok", hooks)
+    assert caught.value.name == "EMAHok"
+    assert caught.value.obj == hooks

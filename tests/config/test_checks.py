@@ -40,9 +40,10 @@ def test_a_value_that_no_run_can_use_is_named_with_what_is_accepted(key, value, 
     cfg.merge_from_list([key, value])
     with pytest.raises(ConfigError) as error:
         check_values(cfg)
-    assert (
-        str(error.value) == f"{key}: got {value!r} ({type(value).__name__}); accepted: {accepted}"
-    )
+    named, _, after_it = str(error.value).partition("accepted: ")
+    assert named.startswith(f"{key}: ")
+    assert f"{value!r} ({type(value).__name__})" in named
+    assert after_it == accepted
 
 
 def test_values_at_the_ends_of_their_ranges_are_in_order():

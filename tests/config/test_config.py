@@ -77,9 +77,9 @@ def test_a_wrong_type_names_key_value_type_and_what_is_accepted(key, value, type
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("SOLVR.BASE_LR", "did you mean 'SOLVER.BASE_LR'?"),
-        ("solver.base_lr", "did you mean 'SOLVER.BASE_LR'?"),
-        ("TEST.PATIENCE", "did you mean 'EARLY_STOPPING.PATIENCE'?"),
+        ("SOLVR.BASE_LR", "'SOLVER.BASE_LR'?"),
+        ("solver.base_lr", "'SOLVER.BASE_LR'?"),
+        ("TEST.PATIENCE", "'EARLY_STOPPING.PATIENCE'?"),
         ("QQQ", "no key has a similar name"),
     ],
 )
@@ -87,7 +87,8 @@ def test_an_unknown_key_names_its_nearest_neighbour(key, hint):
     with pytest.raises(KeyError) as error:
         get_cfg().merge_from_list([key, "1"])
     assert isinstance(error.value, ConfigError)
-    assert str(error.value) == f"unknown key {key}; {hint}"
+    assert str(error.value).startswith(f"unknown key {key}; ")
+    assert hint in str(error.value)
     with pytest.raises(
         ConfigError, match=r"options: got \['SEED=1'\] \(list\); accepted: KEY VALUE KEY VALUE"
     ):
@@ -105,14 +106,16 @@ def test_none_takes_anything_and_two_keys_take_several_types():
     )
     assert cfg.SOLVER.MAX_ITER == 20
     cfg.merge_from_list(["LOG.ASYNC", "None", "SOLVER.WEIGHT_DECAY_BIAS", 0.1])
-    assert (cfg.LOG.ASYNC, cfg.SOLVER.WEIGHT_DECAY_BIAS) == (None, 0.1)
+    assert cfg.LOG.ASYNC is None
+    assert cfg.SOLVER.WEIGHT_DECAY_BIAS == 0.1
 
 
 def test_a_key_that_a_merge_made_takes_another_type_later_and_a_declared_one_does_not():
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.WIDTH", "1", "MODEL.HEAD.DEPTH", "2"])
     cfg.merge_from_list(["MODEL.WIDTH", "0.5", "MODEL.HEAD.BIAS", "True"])
-    assert (cfg.MODEL.WIDTH, cfg.MODEL.HEAD) == (0.5, {"DEPTH": 2, "BIAS": True})
+    assert cfg.MODEL.WIDTH == 0.5
+    assert cfg.MODEL.HEAD == {"DEPTH": 2, "BIAS": True}
     cfg.MODEL.NECK = CfgNode({"DEPTH": 2})
     with pytest.raises(ConfigError, match=r"MODEL.NECK.DEPTH: got 'a' \(str\)"):
         cfg.merge_from_list(["MODEL.NECK.DEPTH", "a"])
@@ -141,7 +144,8 @@ def test_a_copy_is_equal_and_keeps_its_rules(duplicate):
     cfg.merge_from_list(["MODEL.WIDTH", "8", "LOG.ASYNC", "True"])
     cfg.freeze()
     other = duplicate(cfg)
-    assert (type(other), other) == (CfgNode, cfg)
+    assert type(other) is CfgNode
+    assert other == cfg
     with pytest.raises(ConfigError, match="frozen"):
         other.merge_from_list(["SEED", "1"])
     other.defrost()
@@ -226,7 +230,8 @@ def test_a_merge_of_a_whole_config_takes_over_what_is_set_in_it():
     cfg.SOLVER.MOMENTUM = 0.9
     other.SOLVER.MOMENTUM = 0.9
     cfg.merge_from_other_cfg(other)
-    assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.is_set("WARMUP_ITERS")) == (1000, False)
+    assert cfg.SOLVER.WARMUP_ITERS == 1000
+    assert not cfg.SOLVER.is_set("WARMUP_ITERS")
     assert cfg.SOLVER.is_set("MOMENTUM")
 
 

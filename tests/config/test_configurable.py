@@ -51,7 +51,8 @@ def test_a_function_takes_a_config_or_its_own_arguments(cfg):
     assert build(cfg=cfg, depth=4) == (8, 4)
     assert build(cfg, scale=2) == (16, 2)  # an argument that from_config knows
     assert build(cfg, 2, depth=1) == (16, 1)
-    assert (build.__name__, build.__doc__) == ("build", "Build.")
+    assert build.__name__ == "build"
+    assert build.__doc__ == "Build."
 
     @configurable(from_config=lambda cfg, **kwargs: {"seen": kwargs})
     def build_any(seen):

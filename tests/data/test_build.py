@@ -27,7 +27,7 @@ from trainkit.data.build import (
 from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import MapDataset, ToIterableDataset
 from trainkit.data.loader import ResumableLoader
-from trainkit.data.protocol import epoch_length, iters_per_epoch
+from trainkit.data.protocol import batches_per_epoch
 from trainkit.data.samplers import InferenceSampler, TrainingSampler
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
@@ -99,7 +99,8 @@ def test_a_batch_is_a_list_of_samples_unless_a_collate_function_says_otherwise(c
     assert first() == [0, 1]
     assert first(collate_fn=sum) == 1
     loader = build_batch_data_loader([*range(5)], SequentialSampler(range(5)), 2)
-    assert (len(loader), loader.num_workers) == (2, 0)
+    assert len(loader) == 2
+    assert loader.num_workers == 0
     loaders = [
         build_batch_data_loader([0], None, 1, num_workers=1, seed=seed)
         for seed in (torch.initial_seed(), None, 6)
@@ -129,7 +130,7 @@ def test_a_finite_loader_has_a_length_and_ends(drop_last, batches):
     ):
         loader = build_batch_data_loader(dataset, sampler, 2, drop_last=drop_last)
         assert [*loader] == expected
-        assert len(loader) == iters_per_epoch(loader) == len(expected)
+        assert len(loader) == batches_per_epoch(loader) == len(expected)
 
 
 def test_the_batch_size_is_divided_among_ranks_or_given_per_rank(as_rank):
@@ -139,14 +140,21 @@ def test_the_batch_size_is_divided_among_ranks_or_given_per_rank(as_rank):
         build_batch_data_loader([0], InferenceSampler(1), None, single_gpu_batch_size=12).batch_size
         == 12
     )
-    for total, options, message in (
+
+
+@pytest.mark.parametrize(
+    ("total", "options", "message"),
+    [
         (6, {}, r"total_batch_size .* positive multiple of the world size 4, got 6"),
         (0, {}, "got 0"),
         (None, {}, "give total_batch_size or single_gpu_batch_size: None, None"),
         (4, {"single_gpu_batch_size": 1}, "single_gpu_batch_size: 4, 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build_batch_data_loader([0], InferenceSampler(1), total, **options)
+    ],
+)
+def test_a_batch_size_that_cannot_be_divided_is_an_error(total, options, message, as_rank):
+    as_rank(0, 4)
+    with pytest.raises(ValueError, match=message):
+        build_batch_data_loader([0], InferenceSampler(1), total, **options)
 
 
 def test_pinned_memory_is_not_asked_for_without_a_device_that_runs_ahead(monkeypatch):
@@ -166,7 +174,7 @@ def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(size, expected,
         stream = build_batch_data_loader(
             ToIterableDataset(Squares(100), TrainingSampler(size, seed=0)), None, 4
         )
-        assert epoch_length(loader) == epoch_length(stream) == expected
+        assert batches_per_epoch(loader) == batches_per_epoch(stream) == expected
 
 
 class ByTokens(Sampler):
@@ -176,7 +184,7 @@ class ByTokens(Sampler):
 def test_a_stream_without_a_length_and_batches_of_no_fixed_size_have_no_epochs():
     of_no_fixed_size = DataLoader([*range(10)], batch_sampler=ByTokens())
     for loader in (iter(()), build_batch_data_loader(Stream([0]), None, 1), of_no_fixed_size):
-        assert iters_per_epoch(loader) is None
+        assert batches_per_epoch(loader) is None
 
 
 class Divided(IterableDataset):
@@ -230,7 +238,7 @@ def test_each_pass_of_a_divided_stream_has_every_sample_once_and_as_many_batches
             assert len(batches) == batches_of_ranks[rank]
             assert max(len(batch) for batch in batches) == 4
             if is_sized:
-                assert len(loader) == iters_per_epoch(loader) == len(batches)
+                assert len(loader) == batches_per_epoch(loader) == len(batches)
         seen += itertools.chain.from_iterable(batches)
     assert sorted(seen) == [*range(29)]
 
@@ -277,7 +285,7 @@ def test_training_datasets_are_concatenated_and_transformed_and_a_transform_may_
     cfg.INPUT.TRAIN_TRANSFORM = cfg.INPUT.TEST_TRANSFORM = "data_test_add"
     cfg.SOLVER.IMS_PER_BATCH = 20  # a batch may be larger than the data
     loader = build_train_loader(cfg)
-    assert epoch_length(loader) == Fraction(1, 2)
+    assert batches_per_epoch(loader) == Fraction(1, 2)
     assert sorted(indices(loader, 1)[0]) == sorted([*range(1100, 1105)] * 4)
     assert indices(build_test_loader(cfg, "data_five"))[0] == [1100, 1101, 1102, 1103]
     assert build_transform(get_cfg(), is_train=True) is None
@@ -289,7 +297,9 @@ def test_the_loader_options_of_the_config_reach_the_loader(cfg):
         ["DATALOADER.PERSISTENT_WORKERS", True, "DATALOADER.SAMPLER_TRAIN", "data_test_sampler"]
     )
     loader = build_train_loader(cfg)
-    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 5, True)
+    assert loader.num_workers == 1
+    assert loader.prefetch_factor == 5
+    assert loader.persistent_workers is True
     assert indices(loader, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 
@@ -324,7 +334,7 @@ def test_testing_draws_every_sample_once_and_in_order(cfg, as_rank):
     loader = build_test_loader(cfg, "data_ten")
 
     assert indices(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert iters_per_epoch(loader) == 3
+    assert batches_per_epoch(loader) == 3
 
     cfg.DATASETS.TRAIN = ("data_stream", "data_stream")  # streams are chained
     cfg.DATALOADER.NUM_WORKERS, shares = 0, []

@@ -215,15 +215,21 @@ def test_the_seed_of_the_checkpoint_wins_and_is_logged_and_another_kind_of_order
     assert "from TrainingSampler, which cannot be used with Counting" in caplog.text
 
 
-def test_a_loader_that_cannot_be_resumed_says_why_and_loads_what_a_plain_one_does():
-    for loader, reason in (
-        ([1, 2], "the data loader (list) has no state_dict"),
-        (make(in_order=False), "in_order=False"),
-        (ResumableLoader([1], batch_size=None), "batch_size=None"),
-        (ResumableLoader([1, 2], shuffle=True), "RandomSampler has no state_dict"),
-        (build_batch_data_loader(Stream(range(100)), None, 1), "Stream has no indices"),
-    ):
-        assert reason in resume_obstacle(loader)
+@pytest.mark.parametrize(
+    ("make_loader", "reason"),
+    [
+        (lambda: [1, 2], "the data loader (list) has no state_dict"),
+        (lambda: make(in_order=False), "in_order=False"),
+        (lambda: ResumableLoader([1], batch_size=None), "batch_size=None"),
+        (lambda: ResumableLoader([1, 2], shuffle=True), "RandomSampler has no state_dict"),
+        (lambda: build_batch_data_loader(Stream(range(100)), None, 1), "Stream has no indices"),
+    ],
+)
+def test_a_loader_that_cannot_be_resumed_says_why(make_loader, reason):
+    assert reason in resume_obstacle(make_loader())
+
+
+def test_a_loader_that_cannot_be_resumed_loads_what_a_plain_one_does():
     found = []
     for loader_class in (ResumableLoader, DataLoader, DataLoader):
         torch.manual_seed(6 if len(found) < 2 else 7)

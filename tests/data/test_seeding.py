@@ -20,11 +20,9 @@ def test_the_numbers_are_those_of_the_published_generator():
 
 def test_all_bits_of_a_number_matter_and_the_generators_draw_different_numbers():
     def drawn(number):
-        before = (
-            random.getstate(),
-            np.random.get_state()[1].tolist(),
-            torch.get_rng_state().tolist(),
-        )
+        of_python = random.getstate()
+        of_numpy = np.random.get_state()[1].tolist()
+        of_torch = torch.get_rng_state().tolist()
         with undisturbed_globals():
             seed_globals(number)
             integers = (
@@ -33,11 +31,9 @@ def test_all_bits_of_a_number_matter_and_the_generators_draw_different_numbers()
                 random.getrandbits(31),
             )
         assert len({*integers}) == 3
-        assert (
-            random.getstate(),
-            np.random.get_state()[1].tolist(),
-            torch.get_rng_state().tolist(),
-        ) == before
+        assert random.getstate() == of_python
+        assert np.random.get_state()[1].tolist() == of_numpy
+        assert torch.get_rng_state().tolist() == of_torch
         return integers
 
     first = drawn(1 << 32 | 1)

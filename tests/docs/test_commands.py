@@ -66,6 +66,8 @@ def folder(tmp_path_factory):
     (folder / "lazy.yaml").rename(folder / "output/lazy/config.yaml")
     Checkpointer(DigitsCNN(16), folder).save("base")
     (folder / "my_hooks.py").write_text(blocks("docs/hooks.md", "python")[1])
+    (folder / "my_parts.py").write_text(blocks("docs/extending.md", "python")[0])
+    Checkpointer(DigitsCNN(16), folder / "output/digits").save("model_best")
     return folder
 
 
@@ -117,7 +119,7 @@ def understand(words):
 
 
 def read_arguments(script, args):
-    if script == "train.py":
+    if script in ("train.py", "mine.py"):
         get_cfg().merge_from_list(default_argument_parser().parse_args(args).opts)
         return
     if script == "sweep.py":
@@ -182,7 +184,9 @@ def test_every_command_is_understood_and_one_that_would_fail_is_found(here):
 
 
 # tests of the projects run these: they end the process, or need a run, an address or a package that is not here
-ELSEWHERE = re.compile(r"--num-gpus|--preflight|--fork|s3://|weights\.safetensors|vision_text")
+ELSEWHERE = re.compile(
+    r"--num-gpus|--preflight|--print-config|--fork|s3://|weights\.safetensors|vision_text"
+)
 ALONE = [
     words
     for words in IN_BLOCKS

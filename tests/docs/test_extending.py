@@ -1,11 +1,16 @@
 """The examples of the page do what it says; `projects/remote` tests a run in its store."""
 
+import copy
 import gzip
 import json
-import logging
 import math
 import os
+import re
+import shlex
 import shutil
+import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,13 +29,13 @@ from trainkit.engine import (
     hooks,
 )
 from trainkit.engine.hook_base import HOOK_REGISTRY
-from trainkit.modeling import MODEL_REGISTRY
 from trainkit.utils import comm
 
 ONE_STEP = ("SOLVER.MAX_ITER", 1, "SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", ())
-HOOK, STEP, POLICY, TWO, WRAPPER, FORMAT, STORE, LOADER, PLUG_IN, PAIRS, SCRIPT = blocks(
+SOLVER, HOOK, STEP, POLICY, TWO, WRAPPER, FORMAT, STORE, LOADER, PLUG_IN, PAIRS, SCRIPT = blocks(
     "docs/extending.md", "python"
 )
+(COMMAND,) = blocks("docs/extending.md", "sh")
 (ENTRY_POINT,) = blocks("docs/extending.md", "toml")
 
 
@@ -39,7 +44,7 @@ def page():
     """What all blocks of parts define, each of which registers its part once."""
     return {
         name: value
-        for block in (HOOK, STEP, POLICY, TWO, WRAPPER, FORMAT, LOADER)
+        for block in (SOLVER, HOOK, STEP, POLICY, TWO, WRAPPER, FORMAT, LOADER)
         for name, value in run(block, "page").items()
     }
 
@@ -86,48 +91,127 @@ def test_the_policy_goes_on_after_a_loss_that_is_nan(page, tmp_path):
     assert math.isnan(weights["ignore"])
 
 
-@MODEL_REGISTRY.register()
-class Game(nn.Module):
-    """One weight for each part, both 1; the score is their product."""
+def test_the_optimizer_and_the_schedule_of_the_page_are_chosen_by_its_command(page, tmp_path):
+    options = shlex.split(COMMAND)[4:]
+    assert options[::2] == ["SOLVER.OPTIMIZER.NAME", "SOLVER.LR_SCHEDULER_BUILDER"]
+    own = ["SOLVER.WARMUP_ITERS", 4, "SOLVER.BASE_LR", 0.01, "SOLVER.MOMENTUM", 0.0]
+    own += ["SOLVER.WEIGHT_DECAY", 0.0, "DATASETS.TEST", ()]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, *own))
+    assert type(trainer.optimizer) is page["CentralizedSGD"]
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train(0, 1)
+    for name, parameter in trainer.model.named_parameters():
+        moved = before[name] - parameter.detach()
+        if parameter.dim() > 1:
+            assert torch.allclose(moved.sum(1), torch.zeros(len(moved)), atol=1e-6)
+        else:
+            assert torch.allclose(moved, 0.0025 * parameter.grad, atol=1e-6)
+    trainer.train(1, 10)
+    rates = [rate for rate, _ in trainer.storage.history("lr").values()]
+    falling = [0.01 / 1.25**0.5, 0.01 / 1.5**0.5]
+    assert rates[:6] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, *falling])
 
-    def __init__(self, cfg):
-        super().__init__()
-        self.generator = Weight()
-        self.judge = Weight()
 
-    def forward(self, batch, part):
-        score = self.judge(self.generator(torch.tensor(1.0)))
-        return score if part == "judge" else -score
+def gan(page, folder, *options):
+    """The script of the page, with other settings: its trainer, before the first step."""
+    names = run(TWO, "docs/extending.md")
+    found = []
+    names["run"] = lambda args, trainer, cfg: found.append((trainer, cfg))
+    names["main"](None)
+    [(trainer, cfg)] = found
+    cfg.merge_from_list(["OUTPUT_DIR", str(folder), "LOG.WRITERS", ["console", "json"], *options])
+    default_setup(cfg, None)
+    return trainer(cfg)
 
 
-def test_two_optimizers_update_their_parts_and_both_are_resumed(page, tmp_path, caplog):
-    options = ["MODEL.NAME", "Game", "DATASETS.TEST", (), *ONE_STEP]
-    options += ["SOLVER.WEIGHT_DECAY", 0.0, "LOG.WRITERS", ["console", "json"]]
-    cfg = tiny_cfg(tmp_path, *options)
-    trainer = page["GANTrainer"](cfg)
-    with caplog.at_level(logging.INFO):
-        trainer.train()
-    # the first step of Adam is its rate, that of SGD is 0.1 times the gradient, here 0.999
-    weights = [trainer.model.judge.weight.item(), trainer.model.generator.weight.item()]
-    assert weights == pytest.approx([0.999, 1.0999])
-    assert "loss_judge: 1  loss_generator: -0.999" in caplog.text
+def test_the_gan_prints_both_losses_and_learns(page, tmp_path):
+    trainer = gan(page, tmp_path, "SOLVER.MAX_ITER", 20)
+    trainer.train()
+    losses = {
+        name: trainer.storage.history(name).values() for name in ("loss_judge", "loss_generator")
+    }
+    log = (tmp_path / "log.txt").read_text()
+    assert re.search(r"after 20/20  loss_judge: \S+  loss_generator: ", log)
     line = json.loads((tmp_path / "metrics.json").read_text().splitlines()[0])
-    assert line["loss_generator"] == pytest.approx(-0.999)
-
-    again = page["GANTrainer"](tiny_cfg(tmp_path, *options, "SOLVER.MAX_ITER", 2))
-    assert again.judge_optimizer.state_dict()["state"] == {}
-    again.resume_or_load()
-    assert again.judge_optimizer.state_dict()["state"][0]["step"] == 1
+    assert line["loss_generator"] == pytest.approx(
+        statistics.median(value for value, _ in losses["loss_generator"])
+    )
+    assert losses["loss_judge"][-1] < losses["loss_judge"][0]
 
 
-def test_a_loss_of_two_optimizers_that_is_nan_ends_the_run_at_the_next_checkpoint(page, tmp_path):
-    options = ["MODEL.NAME", "Game", "DATASETS.TEST", (), "SOLVER.CHECKPOINT_PERIOD", 4]
-    trainer = page["GANTrainer"](tiny_cfg(tmp_path, *options))
-    trainer.model.judge.compute = lambda weight, batch: weight * batch * torch.nan
+def test_the_gan_updates_each_part_by_its_own_loss(page, tmp_path):
+    """One step by hand, with plain Adam for both parts."""
+    trainer = gan(page, tmp_path, "SOLVER.MAX_ITER", 1, "SOLVER.WARMUP_ITERS", 0)
+    model = copy.deepcopy(trainer.model)
+    real = next(iter(trainer.build_train_loader(trainer.cfg)))
+    state = torch.get_rng_state()
+    optimizers = {
+        part: torch.optim.Adam(getattr(model, part).parameters(), 0.002)
+        for part in ("judge", "generator")
+    }
+    for part, optimizer in optimizers.items():
+        loss = model(real, part)
+        gradients = torch.autograd.grad(loss, [*getattr(model, part).parameters()])
+        for parameter, gradient in zip(getattr(model, part).parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    torch.set_rng_state(state)
+    trainer.train()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(trainer.model.state_dict()[name], value, atol=1e-6), name
+
+
+def test_the_gan_resumes_both_optimizers_and_a_schedule_exactly(page, tmp_path):
+    weights = []
+    for folder, stops in ((tmp_path / "whole", (30,)), (tmp_path / "pieces", (20, 30))):
+        for stop in stops:
+            trainer = gan(page, folder, "SOLVER.CHECKPOINT_PERIOD", 10)
+            trainer.judge_scheduler = torch.optim.lr_scheduler.StepLR(trainer.judge_optimizer, 25)
+            step = trainer.judge_scheduler.step
+            trainer.register_hooks([hooks.CallbackHook(after_step=lambda _, step=step: step())])
+            trainer.resume_or_load()
+            trainer.train(max_iter=stop)
+        assert trainer.judge_optimizer.param_groups[0]["lr"] == pytest.approx(0.0002)
+        weights.append(trainer.model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_of_the_gan_the_first_optimizer_is_clipped_and_two_keys_have_no_effect(page, tmp_path):
+    clip = ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model"]
+    options = [*clip, "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 1e-6, "SOLVER.MAX_ITER", 1]
+    trainer = gan(page, tmp_path / "clipped", *options)
+    trainer.train()
+    norms = [
+        torch.stack([parameter.grad.norm() for parameter in part.parameters()]).norm().item()
+        for part in (trainer.model.generator, trainer.model.judge)
+    ]
+    assert norms[0] == pytest.approx(1e-6, rel=1e-3)
+    assert norms[1] > 1e-3
+
+    weights = []
+    for others in ([], ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"]):
+        trainer = gan(page, tmp_path / f"run{len(others)}", "SOLVER.MAX_ITER", 2, *others)
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_loss_of_the_gan_that_is_nan_ends_the_run_at_the_next_checkpoint(page, tmp_path):
+    trainer = gan(page, tmp_path, "SOLVER.CHECKPOINT_PERIOD", 4)
+    trainer.model.judge[0].weight.data.fill_(torch.nan)
     with pytest.raises(FloatingPointError, match="the model is not finite"):
         trainer.train()
     assert trainer.iter == 3
     assert [*tmp_path.glob("*.pth")] == []
+
+
+@pytest.mark.slow
+def test_the_gan_trains_on_two_processes(tmp_path):
+    (tmp_path / "train.py").write_text(TWO)
+    command = [sys.executable, "train.py", "--num-gpus", "2", "MODEL.DEVICE", "cpu"]
+    options = ["SOLVER.MAX_ITER", "4", "MODEL.DDP.FIND_UNUSED_PARAMETERS", "True"]
+    subprocess.run([*command, *options], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "output/gan/model_final.pth").exists()
 
 
 def test_a_compressed_checkpoint_is_resumed_and_a_damaged_one_is_an_error(page, tmp_path):

@@ -2,10 +2,12 @@
 
 import importlib
 import os
+import re
 import shlex
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +16,12 @@ from trainkit.data import DatasetCatalog
 from trainkit.engine import default_argument_parser
 
 PAGE = "docs/getting_started.md"
-SCRIPT, HOOK, REGISTER, NOTEBOOK = blocks(PAGE, "python")
+SCRIPT, USE, METRIC, RETURN_METRIC, HOOK, REGISTER, NOTEBOOK = blocks(PAGE, "python")
 COMMANDS = [shlex.split(line) for block in blocks(PAGE, "sh") for line in block.splitlines()]
 _, TRAIN, CHANGED, PLOT, TRIAL, EVALUATE, RESUME, TWO = COMMANDS
+WITH_METRIC = METRIC + SCRIPT.replace(
+    "(DefaultTrainer):\n", f"(DefaultTrainer):\n{textwrap.indent(RETURN_METRIC, '    ')}\n"
+)
 TABLE_LINE = "| classification | top1                | 100.0000 |"
 END = "The run has finished after 600 of 600 iterations\n"
 
@@ -43,18 +48,31 @@ def train(folder, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(train, folder):
+def test_the_job_learns_the_spirals_and_two_runs_are_compared_in_a_picture(
+    train, folder, monkeypatch, capsys
+):
     printed = train(TRAIN)
     for line in (TABLE_LINE, END):
         assert line in printed
         assert line in page(PAGE)
-    assert f"\n  files in {folder}/output/spirals: " in printed
+    assert f"\n  files in {folder}/output/spirals:" in printed
     run_folder = folder / "output/spirals"
     before = contents(run_folder)
     assert TABLE_LINE in train(EVALUATE)
     assert "The trial run was trained, evaluated, saved and loaded without an error" in train(TRIAL)
     assert "nothing is done" in train(RESUME)
     assert contents(run_folder) == before
+    assert {"log.txt", "metrics.json", "config.yaml", "model_final.pth"} <= before.keys() | {
+        "log.txt"
+    }
+    assert (run_folder / "log.txt").exists()
+
+    monkeypatch.setitem(sys.modules, "train", SimpleNamespace(**run(SCRIPT, "train.py")))
+    points = run(USE, PAGE)["points"]
+    DatasetCatalog.remove("spirals_test")
+    assert len(points) == 5
+    assert capsys.readouterr().out.endswith("\ntensor([0, 1, 0, 1, 0])\n")  # labels alternate
+
     pytest.importorskip("matplotlib")
     train(CHANGED)
     assert PLOT[:3] == ["python", "-m", "trainkit.projects.plots"]
@@ -80,9 +98,18 @@ def test_the_hook_logs_and_a_width_that_makes_no_sense_is_one_message(train, cap
     assert capsys.readouterr().err == "error: MODEL.WIDTH is 0; accepted: a number of at least 1\n"
 
 
+def test_an_evaluator_of_ones_own_chooses_the_best_weights_and_ends_the_run(train, folder):
+    [text] = re.findall(r"^`(CHECKPOINT.BEST_METRIC .+?)`", page(PAGE), re.MULTILINE)
+    [more] = re.findall(r"^`(EARLY_STOPPING.METRIC .+?)`", page(PAGE), re.MULTILINE)
+    options = ["OUTPUT_DIR", "output/error", "TEST.EVAL_PERIOD", "1ep", "SOLVER.BASE_LR", "1e-30"]
+    printed = train([*TRAIN, *options, *text.split(), *more.split()], WITH_METRIC)
+    assert "finished after 80 of 600 iterations, early" in printed  # nothing is learned
+    assert (folder / "output/error/model_best.pth").exists()
+
+
 @pytest.mark.slow
 def test_two_processes_do_the_same(folder):
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(WITH_METRIC)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -94,7 +121,7 @@ def test_two_processes_do_the_same(folder):
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert TABLE_LINE in done.stdout
+    assert "| classification | error    |  0.0000 |" in done.stdout
 
 
 def test_the_cells_of_a_notebook_train_and_show_it(folder, monkeypatch, capsys):

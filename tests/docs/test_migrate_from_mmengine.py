@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import math
 import re
+import sys
 from functools import reduce
 
 import pytest
@@ -18,9 +19,11 @@ from tests.docs.pages import blocks, page, run
 from tests.engine.job import tiny_cfg
 from trainkit import engine
 from trainkit.config import get_cfg
-from trainkit.engine import DefaultTrainer, hooks
+from trainkit.data import DatasetCatalog
+from trainkit.engine import DefaultTrainer, default_setup, hooks
 from trainkit.engine.hook_base import HOOK_POINTS, Priority
 from trainkit.engine.hooks import HOOK_REGISTRY
+from trainkit.evaluation import EVALUATOR_REGISTRY
 from trainkit.modeling import MODEL_REGISTRY
 from trainkit.solver import build_optimizer
 
@@ -33,7 +36,7 @@ PAGES = [
     SELFSUP_PAGE,
 ]
 TEXT = "\n".join(map(page, PAGES))
-(LEFT,) = blocks("docs/migrate_from_mmengine.md", "python")
+LEFT, PARTS = blocks("docs/migrate_from_mmengine.md", "python")
 (RIGHT,) = blocks("docs/migrate_from_mmengine.md", "yaml")
 RULES, LARS, STAGES, FUNCTION = blocks(RULES_PAGE, "python")
 RULES_IN_YAML, LARS_IN_YAML, STAGES_IN_YAML = blocks(RULES_PAGE, "yaml")
@@ -105,7 +108,10 @@ def test_every_name_of_the_tables_exists_and_one_that_does_not_is_found():
     assert all(map(problem_of, unknown))
 
     # the tables of the points and of the priorities
-    points = {spans(row["trainkit"])[0] for row in next(tables(TEXT))}
+    of_points = next(
+        table for table in tables(TEXT) if table[0].get("MMEngine") == "`before_run` *"
+    )
+    points = {spans(row["trainkit"])[0] for row in of_points}
     assert points == {*HOOK_POINTS} - {"after_backward", "after_failure"}
     (table,) = (table for table in tables(TEXT) if "Priority in MMEngine" in table[0])
     for row in table:
@@ -113,40 +119,58 @@ def test_every_name_of_the_tables_exists_and_one_that_does_not_is_found():
         assert Priority[name].value == int(value)
 
 
-@MODEL_REGISTRY.register()
-class WithBackbone(nn.Module):
-    def __init__(self, cfg):
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-        self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 2))
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """The config of the page, in a folder with its module, and a function that gives a trainer."""
+    (tmp_path / "my_parts.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
 
-    def forward(self, batch):
-        return {
-            "loss": nn.functional.cross_entropy(
-                self.head(self.backbone(batch["x"])), batch["label"]
-            )
-        }
+    def build(*options):
+        cfg = get_cfg()
+        cfg.merge_from_other_cfg(yaml.safe_load(RIGHT))
+        cfg.merge_from_list(["OUTPUT_DIR", str(tmp_path / "run"), "DATALOADER.NUM_WORKERS", 0])
+        cfg.merge_from_list(["SEED", 0, *options])
+        default_setup(cfg, None)
+        return DefaultTrainer(cfg)
+
+    yield build
+    for registry, name in (
+        (MODEL_REGISTRY, "PointNet"),
+        (EVALUATOR_REGISTRY, "TopOne"),
+        (HOOK_REGISTRY, "HeadNorm"),
+    ):
+        registry._objects.pop(name, None)
+    for name in ("points_train", "points_val"):
+        DatasetCatalog.remove(name)
+    sys.modules.pop("my_parts", None)
 
 
-def test_the_example_is_python_on_the_left_and_a_job_on_the_right(tmp_path):
+def test_the_job_of_the_page_trains_with_all_its_hooks(job, tmp_path):
     ast.parse(LEFT)
-    cfg = tiny_cfg(tmp_path, "MODEL.NAME", "WithBackbone", "SOLVER.IMS_PER_BATCH", 4)
-    cfg.merge_from_other_cfg(yaml.safe_load(RIGHT))
+    trainer = job()
+    results = trainer.train()
+    assert type(trainer.optimizer).__name__ == "AdamW"
+    assert trainer.max_iter == 12 * 10  # 200 samples by 20
+    assert trainer.scheduler.base_lrs == [
+        group["initial_lr"] for group in trainer.optimizer.param_groups
+    ]
+    for line in ("EMAHook", "EarlyStopping", "BestCheckpointer", "HeadNorm"):
+        assert line in trainer.describe_hooks()
+    norms = trainer.storage.history("head_norm").values()
+    assert [iter for _, iter in norms][:2] == [9, 19]
+    assert results["accuracy"]["top1"] > 60
+    assert {"model_best.pth", "model_final.pth"} <= {
+        path.name for path in (tmp_path / "run").iterdir()
+    }
 
+
+def test_the_function_of_the_page_of_rules_has_the_depths_of_its_model():
     depth_of = run(FUNCTION, "page")["depth_of"]
     assert [depth_of(name) for name in ("stem.0.weight", "levels.2.fc.bias", "head.bias")] == [
         (0, 6),
         (3, 6),
         (5, 6),
     ]
-    trainer = DefaultTrainer(cfg)
-    assert trainer.max_iter == 12 * 10  # 40 samples by 4
-    assert type(trainer.optimizer).__name__ == "AdamW"
-    assert trainer.scheduler.base_lrs == [
-        group["initial_lr"] for group in trainer.optimizer.param_groups
-    ]
-    for line in ("EMAHook", "EarlyStopping", "BestCheckpointer"):
-        assert line in trainer.describe_hooks()
 
 
 @pytest.mark.parametrize(

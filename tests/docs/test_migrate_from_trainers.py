@@ -104,6 +104,24 @@ def cfg_of(names, *options):
     return found[0]
 
 
+def test_a_schedule_in_epochs_has_the_rates_of_one_that_is_stepped_after_each_epoch(tmp_path):
+    [line] = [span for span in GIVEN if span.startswith("SOLVER.SCHEDULES")]
+    options = shlex.split(line.replace("10ep", "2ep"))
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.MAX_ITER", "6ep"))
+    trainer.train()
+    rates = [rate for rate, _ in trainer.storage.history("lr").values()]
+    per_epoch = trainer.max_iter // 6
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], rates[0])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    theirs = []
+    for _ in range(6):
+        theirs += [optimizer.param_groups[0]["lr"]] * per_epoch
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(theirs)
+    assert len({*theirs}) == 3
+
+
 def right_columns(name):
     text = re.sub(r"^```.*?^```$", "", page(name), flags=re.DOTALL | re.MULTILINE)
     for row in re.findall(r"^\| .+ \| (.+) \|$", text, re.MULTILINE):

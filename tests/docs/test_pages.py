@@ -17,12 +17,13 @@ IN_TESTS = {
     "toml",
     "yaml",
 }  # sh and bash: test_commands.py; without a language: what is printed
-# a user's own, and two of detectron2
+# a user's own, and three of detectron2
 OTHERS_KEYS = {
     "INPUT.FOLD",
     "INPUT.FORMAT",
     "LOG.SAMPLES",
     "MODEL.META_ARCHITECTURE",
+    "TEST.AUG",
 }
 
 

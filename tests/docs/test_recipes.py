@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import shlex
 import statistics
 
 import pytest
@@ -15,13 +16,16 @@ from torch.utils.data import DataLoader
 from tests.docs.pages import blocks, page, run
 from tests.engine.job import tiny_cfg
 from tests.projects.torchvision_here import need
-from trainkit.config import CfgNode, get_cfg
+from trainkit.config import CfgNode, check_values, get_cfg
 from trainkit.data import TRANSFORM_REGISTRY, DatasetCatalog
+from trainkit.engine import DefaultTrainer, SimpleTrainer, hooks
 from trainkit.evaluation import inference_on_dataset
 from trainkit.solver import build_lr_scheduler
 
-PICTURES, STREAM, LORA, FOLDS, GAN, SIMPLE, METRICS, TOKENS = blocks("docs/recipes.md", "python")
-OF_PICTURES, DECAY = blocks("docs/recipes.md", "yaml")
+(PICTURES, TEACHER, GROWING, MIXUP, DRAWN, STREAM, LORA, FOLDS, SIMPLE, METRICS, TOKENS) = blocks(
+    "docs/recipes.md", "python"
+)
+OF_PICTURES, DECAY, FROZEN = blocks("docs/recipes.md", "yaml")
 
 
 @pytest.mark.usefixtures("catalogs")
@@ -51,6 +55,83 @@ def test_a_folder_of_pictures_is_a_dataset(tmp_path, monkeypatch):
         seen = [transform(samples[-1]) for _ in range(20)]
         assert {(sample["x"].shape, sample["label"]) for sample in seen} == {((3, 32, 32), 1)}
         assert {sample["x"][0].argmax().item() for sample in seen} == places
+
+
+def test_the_settings_of_the_table_are_accepted():
+    table = page("docs/recipes.md").partition("| you want | write |\n")[2].partition("\n\n")[0]
+    settings = re.findall(r"\| `([A-Z]\S+ .+)` \|$", table, re.MULTILINE)
+    assert len(settings) == 6
+    for setting in settings:
+        cfg = get_cfg()
+        cfg.merge_from_list([*shlex.split(setting), "SOLVER.WARMUP_ITERS", 0])
+        check_values(cfg)
+        assert cfg != get_cfg()
+
+
+def test_a_part_is_frozen_for_three_epochs(tmp_path):
+    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep")
+    text = FROZEN.replace("backbone", "layers.0")
+    cfg.merge_from_other_cfg(CfgNode(CfgNode._load_cfg_from_yaml_str(text)))
+    trainer = DefaultTrainer(cfg)
+    seen = []
+    weight = trainer.model.layers[0].weight
+    keep = hooks.CallbackHook(after_step=lambda trainer: seen.append(weight.detach().clone()))
+    trainer.register_hooks([keep])
+    trainer.train()
+    assert [torch.equal(seen[0], each) for each in seen] == 15 * [True] + 5 * [False]
+
+
+def test_a_student_learns_from_a_teacher_that_stays_as_it_is():
+    make = run(TEACHER, "recipes.md")["Distilled"]
+    teacher = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+    before = copy.deepcopy(teacher.state_dict())
+    model = make(nn.Linear(4, 2), teacher)
+    batch = {"x": torch.randn(16, 4), "label": torch.arange(16) % 2}
+    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    trainer = SimpleTrainer(model, [batch], optimizer)
+    trainer.train(0, 200)
+    losses = [loss for loss, _ in trainer.storage.history("loss_teacher").values()]
+    assert losses[-1] < losses[0]
+    for name, value in before.items():
+        assert torch.equal(teacher.state_dict()[name], value)
+
+    scores = model.student(batch["x"]).double() / 4
+    target = teacher(batch["x"]).double() / 4
+    p, q = target.softmax(1), scores.softmax(1)
+    kl = (p * (p / q).log()).sum() / 16
+    assert model(batch)["loss_teacher"].item() == pytest.approx(16 * kl.item(), rel=1e-3)
+    assert model.eval()(batch).shape == (16, 2)
+
+
+def test_the_weight_of_a_loss_grows_with_the_iteration():
+    model = run(GROWING, "recipes.md")["Net"]()
+    batch = {"x": torch.randn(16, 4), "label": torch.arange(16) % 2}
+    trainer = SimpleTrainer(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer.train(500, 502)
+    assert trainer.storage.history("weight_of_size").values() == [(0.5, 500), (0.501, 501)]
+    assert trainer.storage.history("loss_size").values()[0][0] > 0
+
+
+def test_mixed_batches_have_shares_of_labels_and_are_the_same_again(tmp_path):
+    make = run(MIXUP, "recipes.md")["Trainer"].build_train_loader
+    cfg = tiny_cfg(tmp_path, "SEED", 0, "INPUT.TRAIN_TRANSFORM", "")
+    batch = next(iter(make(cfg)))
+    assert batch["label"].shape == (8, 2)
+    assert torch.allclose(batch["label"].sum(dim=1), torch.ones(8))
+    samples = torch.stack([sample["x"] for sample in DatasetCatalog.get("tiny_train")])
+    nearest = torch.cdist(batch["x"], samples).min(dim=1).values
+    assert nearest.max() > 0  # none of the samples themselves
+    again = next(iter(make(cfg)))
+    assert torch.equal(again["x"], batch["x"])
+
+
+def test_each_batch_of_an_evaluation_is_drawn(tmp_path):
+    pytest.importorskip("PIL.Image")
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "TEST.EVAL_PERIOD", 0))
+    trainer.register_hooks([run(DRAWN, "recipes.md")["hook"]])
+    trainer.train()
+    files = list((tmp_path / "visualization").glob("*/*.png"))
+    assert len(files) == 3  # batches of 4 of 12 samples
 
 
 @pytest.mark.usefixtures("catalogs")
@@ -107,22 +188,6 @@ def test_folds_give_a_mean_and_a_deviation_of_what_the_runs_evaluate(tmp_path):
         2,
         3,
     ]
-
-
-def test_a_gan_with_a_seed_gives_the_same_bits():
-    def weights(seed):
-        trainer = run(GAN, "recipes.md")["GAN"](seed)
-        trainer.train(0, 5)
-        return torch.cat(
-            [
-                p.flatten()
-                for model in (trainer.generator, trainer.judge)
-                for p in model.parameters()
-            ]
-        )
-
-    assert torch.equal(weights(0), weights(0))
-    assert not torch.equal(weights(0), weights(1))
 
 
 def test_a_simple_trainer_logs_saves_and_resumes(tmp_path):

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks, fences, page
+from tests.docs.pages import ROOT, blocks, fences, page, run
 
-TESTS, CONFTEST = blocks("docs/testing.md", "python")
+TESTS, CONFTEST, HOOK = blocks("docs/testing.md", "python")
 (ERROR,) = [code for language, code in fences(page("docs/testing.md")) if not language]
 FAULT = """
 from trainkit.engine import HookBase
@@ -36,6 +36,14 @@ def test_counting(tmp_path):
 
 def without_numbers(text):
     return re.sub(r"\d+(\.\d+)?", "#", text)
+
+
+def test_the_test_of_a_hook_passes_and_fails_with_another_hook():
+    names = run(HOOK, "docs/testing.md")
+    names["test_the_hook_counts_the_samples"]()
+    names["CountSamples"].after_step = lambda hook: None
+    with pytest.raises(KeyError):
+        names["test_the_hook_counts_the_samples"]()
 
 
 @pytest.mark.slow

@@ -202,7 +202,9 @@ def test_the_scaler_goes_on_from_its_state(caplog):
             if key not in ("non_finite", "grad_scaler")
         }
     )
-    assert caplog.messages == ["The checkpoint has no gradient scale; it starts from 8"]
+    [text] = caplog.messages
+    assert "no gradient scale" in text
+    assert text.endswith(" 8")
     second.train(2, 3)  # detectron2 does not count
     assert second.storage.latest()["skipped_updates"] == (0.0, 2)
 

@@ -73,7 +73,9 @@ def test_a_run_that_failed_in_the_boundary_goes_on_with_the_call_that_failed(
     trainer = run_of(calls, at=2, error=ValueError("a broken evaluator"), epoch_fails=epoch_fails)
     with pytest.raises(ValueError, match="a broken evaluator"):
         trainer.train(0, 4)
-    assert (trainer.done, trainer.boundary_done, trainer.iter) == (2, 1, 1)
+    assert trainer.done == 2
+    assert trainer.boundary_done == 1
+    assert trainer.iter == 1
     if not in_this_process:
         state = trainer.state_dict()
         trainer = run_of(calls)
@@ -87,7 +89,9 @@ def test_a_run_that_was_stopped_in_an_evaluation_repeats_it_and_nothing_else(in_
     calls = []
     trainer = run_of(calls, at=3, error=EvaluationAbandoned("stop"))
     trainer.train(0, 4)
-    assert (trainer.status, trainer.iter, calls[-1]) == ("stopped", 3, "first 2")
+    assert trainer.status == "stopped"
+    assert trainer.iter == 3
+    assert calls[-1] == "first 2"
     if not in_this_process:
         state = trainer.state_dict()
         trainer = run_of(calls)
@@ -160,7 +164,10 @@ def test_a_hook_above_the_save_point_that_fails_does_not_undo_the_update():
     trainer = Counter(Fails())
     with pytest.raises(ValueError, match="above"):
         trainer.train(0, 4)
-    assert (trainer.updates, trainer.done, trainer.next_iter, trainer.iter) == (2, 2, 2, 1)
+    assert trainer.updates == 2
+    assert trainer.done == 2
+    assert trainer.next_iter == 2
+    assert trainer.iter == 1
 
 
 def test_a_loop_of_the_users_own_completes_each_iteration():
@@ -195,7 +202,9 @@ def test_a_loop_of_the_users_own_completes_each_iteration():
     expected = ["starts epoch 0", *WHOLE[:2], *WHOLE[3:5], WHOLE[6], "starts epoch 1", *WHOLE[7:9]]
     assert calls == expected
     assert saved == [(1, 0), (2, 1), (3, 2)]  # above the boundary of each update
-    assert (trainer.status, trainer.done, trainer.boundary_done) == ("finished", 3, 3)
+    assert trainer.status == "finished"
+    assert trainer.done == 3
+    assert trainer.boundary_done == 3
 
 
 def test_each_rank_saves_which_calls_have_returned():

@@ -1,7 +1,6 @@
 """DefaultTrainer: what is assembled, in which order, and what can be overridden."""
 
 import json
-import math
 import weakref
 from fractions import Fraction
 
@@ -15,6 +14,7 @@ from tests.engine.job import TinyClassifier, tiny_cfg
 from trainkit.config import ConfigError
 from trainkit.data import DatasetCatalog, build_train_loader
 from trainkit.engine import AMPTrainer, DefaultTrainer, EvaluationRun, HookBase, hooks
+from trainkit.engine.defaults.build import make_step_trainer
 from trainkit.evaluation import DatasetEvaluator
 from trainkit.utils.events import JSONWriter
 from trainkit.utils.periods import Period
@@ -47,15 +47,16 @@ def test_the_default_hooks_stand_in_their_fixed_order(tmp_path):
         for hook in trainer.hooks
         if (name := type(hook).__name__) not in find_plugins().run_hooks
     ] == [
-        *(
-            "IterationTimer",
-            "LRScheduler",
-            "CallbackHook",
-            "HookBase",
-            "PeriodicCheckpointer",
-            "EvalHook",
-        ),
-        *("BestCheckpointer", "EarlyStopping", "FinalEvalHook", "PeriodicWriter"),
+        "IterationTimer",
+        "LRScheduler",
+        "CallbackHook",
+        "HookBase",
+        "PeriodicCheckpointer",
+        "EvalHook",
+        "BestCheckpointer",
+        "EarlyStopping",
+        "FinalEvalHook",
+        "PeriodicWriter",
     ]
 
 
@@ -110,7 +111,7 @@ def test_every_build_method_can_be_overridden_and_they_are_called_in_this_order(
     trainer = trainer_class(tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 4))
     assert built == [*makers][:4]
     assert trainer.train() == {"count": {"samples": 7}}
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.5 * 0.5**4
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.03125
     assert [row["iteration"] for row in rows(tmp_path, "mine.json")] == [1, 3, 4]
 
 
@@ -132,7 +133,8 @@ def test_a_step_trainer_that_is_put_in_calls_the_hooks_and_with_a_part_that_anot
     trainer, seen = make(), []
     trainer.register_hooks([hooks.CallbackHook(after_backward=lambda t: seen.append(t.iter))])
     trainer.train()
-    assert (trainer.status, seen) == ("finished", [*range(10)])
+    assert trainer.status == "finished"
+    assert seen == [*range(10)]
 
 
 @pytest.mark.parametrize("keeps_place", [True, False])
@@ -208,17 +210,22 @@ def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(
         2,
     ]
     options += ["SOLVER.ACCUMULATION_STEPS", 2, "SOLVER.ZERO_GRAD_BEFORE_FORWARD", True]
-    inner = DefaultTrainer(tiny_cfg(tmp_path, *options))._trainer
-    assert isinstance(inner, AMPTrainer)
-    assert inner.grad_scaler.is_enabled() is scaled
-    assert (inner.async_write_metrics, inner.gather_metric_period, inner.accumulation_steps) == (
-        True,
-        2,
-        2,
-    )
-    assert (inner.zero_grad_before_forward, inner.metrics.exchange_period) == (True, 1)
-    inner = DefaultTrainer(tiny_cfg(tmp_path, "LOG.PERIOD", "2ep"))._trainer
-    assert inner.metrics.exchange_period == 10  # once per log period
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
+    assert trainer.precision == getattr(torch, precision)
+    assert trainer.grad_scaler.is_enabled() is scaled
+    assert trainer.metrics.gather_period == 2
+    assert trainer.metrics.exchange_period == 1
+    assert trainer.accumulation_steps == 2
+    parts = trainer.model, trainer.data_loader, trainer.optimizer
+    step_trainer = make_step_trainer(trainer.cfg, *parts)
+    assert isinstance(step_trainer, AMPTrainer)
+    assert step_trainer.async_write_metrics is True
+    assert step_trainer.zero_grad_before_forward is True
+
+
+def test_ranks_exchange_metrics_once_per_log_period(tmp_path):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.PERIOD", "2ep"))
+    assert trainer.metrics.exchange_period == 10
 
 
 @pytest.mark.parametrize("is_endless", [True, False])
@@ -243,7 +250,7 @@ def test_4_epochs_are_4_passes_over_the_data_to_within_an_iteration(tmp_path, is
     if is_endless:
         assert trainer.max_iter == 5
     else:  # of whole batches, the last of each pass being smaller
-        assert trainer.epoch_length == Fraction(math.ceil(1197 / 64), 16)
+        assert trainer.epoch_length == Fraction(19, 16)
     assert abs(trainer.max_iter - 4 * trainer.epoch_length) <= 0.5
 
 
@@ -260,8 +267,10 @@ def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whol
     )
     cfg = tiny_cfg(tmp_path, *options, "TEST.EVAL_PERIOD", "1ep", "SOLVER.STEPS", ["3ep"])
     trainer = DefaultTrainer(cfg)  # 40 samples, 24 in an iteration
-    assert (trainer.iters_per_epoch, trainer.epoch_length) == (2, Fraction(5, 3))
-    assert (trainer.cfg.SOLVER.STEPS, cfg.SOLVER.MAX_ITER) == ((5,), "6ep")
+    assert trainer.iters_per_epoch == 2
+    assert trainer.epoch_length == Fraction(5, 3)
+    assert trainer.cfg.SOLVER.STEPS == (5,)
+    assert cfg.SOLVER.MAX_ITER == "6ep"
     ends, evaluated = [], []
 
     class Note(HookBase):
@@ -280,8 +289,10 @@ def test_everything_in_epochs_happens_where_epochs_end_also_if_they_are_not_whol
     resumed = DefaultTrainer(cfg)
     resumed.register_hooks([Note()])
     resumed.resume_or_load()
-    assert (resumed.status, resumed.start_iter) == ("finished", 10)
-    assert (trainer.cfg.TEST.EVAL_PERIOD, trainer.max_iter) == (Period(Fraction(5, 3)), 10)
+    assert resumed.status == "finished"
+    assert resumed.start_iter == 10
+    assert Period(Fraction(5, 3)) == trainer.cfg.TEST.EVAL_PERIOD
+    assert trainer.max_iter == 10
 
 
 def test_a_run_leaves_its_files_and_returns_the_results(tmp_path):
@@ -367,14 +378,15 @@ def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_l
     second.register_hooks(
         [hooks.CallbackHook(before_step=lambda t: lrs.append(t.optimizer.param_groups[0]["lr"]))]
     )
-    assert (second.start_iter, counter.count) == (5, 5)
+    assert second.start_iter == 5
+    assert counter.count == 5
     counter.count += 100
     momentum = next(iter(second.optimizer.state.values()))["momentum_buffer"]
     assert momentum.abs().sum() > 0
     second.train()
     assert lrs == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01])
     assert second.iter == 10
-    assert "states of hooks that are not registered: ['BestCheckpointer']" in caplog.text
+    assert "not registered: ['BestCheckpointer']" in caplog.text
 
 
 def test_weights_alone_start_a_run_at_iteration_0_and_resuming_beyond_the_end_is_an_error(tmp_path):

@@ -22,7 +22,8 @@ def test_gradients_that_are_not_finite_end_the_run_before_the_update():
         FloatingPointError, match="the gradients are not finite in iteration 3: {.*}"
     ):
         trainer.train(0, 10)
-    assert (trainer.iter, trainer.status) == (3, "failed")
+    assert trainer.iter == 3
+    assert trainer.status == "failed"
     assert all(
         torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(expected), strict=True)
     )

@@ -66,11 +66,10 @@ def test_a_run_that_hangs_ends_as_by_the_signal_and_one_that_saves_does_not(case
     command = [sys.executable, "-c", JOB, case, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     files = sorted(path.name for path in tmp_path.glob("*.pth"))
-    assert (done.returncode, files) == (143, [] if reason else ["model_0000003.pth"])
+    assert done.returncode == 143
+    assert files == ([] if reason else ["model_0000003.pth"])
     if reason:
-        assert (
-            f"The run ends without a new checkpoint, {reason}; --resume continues from the last one"
-            in done.stderr
-        )
+        assert f"without a new checkpoint, {reason}; " in done.stderr
+        assert "--resume" in done.stderr
     else:
         assert "without a new checkpoint" not in done.stderr

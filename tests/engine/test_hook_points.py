@@ -247,4 +247,5 @@ def test_a_stream_has_no_epochs_and_a_hook_that_wants_them_is_refused_before_tra
         match="CallbackHook uses epochs, but the training data has no length.* iterations",
     ):
         trainer.train(0, 2)
-    assert (seen, trainer.status) == ([], "finished")
+    assert seen == []
+    assert trainer.status == "finished"

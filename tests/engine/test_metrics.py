@@ -220,7 +220,9 @@ def decisions(rank, folder):
     with metrics_by_worker():
         trainer.train(0, 30)
     return {
-        "run": (trainer.iter, trainer.max_iter, trainer.status),
+        "iter": trainer.iter,
+        "max_iter": trainer.max_iter,
+        "status": trainer.status,
         "saves": noted,  # on all ranks: a state may be gathered over them
         "stored": len(trainer.storage.history("total_loss").values()),
         "files": sorted(os.listdir(checkpointer.save_dir))
@@ -320,8 +322,10 @@ def rank_1_alone(rank, values, check_after=None, **kwargs):
         error = str(raised)
     stored = scalars(trainer)
     return {
-        "error": (error.partition(". Lower")[0], error.rpartition(" (")[2]),
-        "run": (trainer.status, trainer.iter, model.weight.item()),
+        "error": error,
+        "status": trainer.status,
+        "iter": trainer.iter,
+        "weight": model.weight.item(),
         "stored": [iter for _, iter in stored.get("total_loss", [])],
         "skipped": [value for value, _ in stored.get("skipped_updates", [])],
     }
@@ -416,8 +420,9 @@ def test_a_rank_that_fails_has_its_metrics_without_waiting_for_others(ranks):
 
 
 def test_a_hook_that_only_some_ranks_have_is_warned_about(ranks):
-    expected = ["Rank 1 has other hooks than rank 0; register them on all ranks:"]
-    assert ranks["hooks_of_one_rank"] == [expected, expected]
+    for messages in ranks["hooks_of_one_rank"]:
+        [text] = messages
+        assert text.startswith("Rank 1 has other hooks than rank 0")
 
 
 def test_ranks_store_the_same_mean_losses_and_their_own_data_time(ranks):
@@ -434,28 +439,34 @@ def test_ranks_store_the_same_mean_losses_and_their_own_data_time(ranks):
 
 def test_a_loss_that_is_not_finite_on_one_rank_raises_on_all_at_the_next_exchange_or_check(ranks):
     first, second = ranks["alone"]
-    for case in first:
-        iter = 2 if case == "before the exchange" else 1
-        failure = (
-            f"the loss is not finite in iteration {iter}: {{'total_loss': nan}}",
-            "on rank 1)",
-        )
-        assert (
-            first[case]["error"]
-            == second[case]["error"]
-            == (("", "") if case == "skipped" else failure)
-        )
     for found in (first, second):
-        assert found["at once"]["run"] == ("failed", 1, 0.75)  # before the update
-        assert found["before the exchange"]["run"][:2] == ("failed", 3)
+        for case, each in found.items():
+            if case == "skipped":
+                assert each["error"] == ""
+                continue
+            iter = 2 if case == "before the exchange" else 1
+            assert each["status"] == "failed"
+            assert f"not finite in iteration {iter}: {{'total_loss': nan}}" in each["error"]
+            assert each["error"].endswith("on rank 1)")
+        assert found["at once"]["iter"] == 1
+        assert found["at once"]["weight"] == 0.75  # before the update
+        assert found["before the exchange"]["iter"] == 3
         assert found["before the exchange"]["stored"] == [0, 1]
-        assert found["before a check"]["run"][:2] == ("failed", 2)
-        assert found["skipped"]["run"] == ("finished", 4, 0.75)
+        assert found["before a check"]["iter"] == 2
+        assert found["skipped"]["status"] == "finished"
+        assert found["skipped"]["iter"] == 4
+        assert found["skipped"]["weight"] == 0.75
         assert found["skipped"]["skipped"] == [0, 1, 2, 3]
 
 
 def test_all_ranks_follow_rank_0_in_what_is_best_and_when_to_stop_and_rank_0_writes(ranks):
-    expected = {"run": (12, 12, "finished"), "saves": [1, 3, 3, 5, 7, 11, 12], "stored": 12}
+    expected = {
+        "iter": 12,
+        "max_iter": 12,
+        "status": "finished",
+        "saves": [1, 3, 3, 5, 7, 11, 12],
+        "stored": 12,
+    }
     files = ["last_checkpoint", "model_0000011.pth", "model_best.pth", "model_final.pth", "run_id"]
     assert ranks["decisions"] == [{**expected, "files": files}, {**expected, "files": []}]
 

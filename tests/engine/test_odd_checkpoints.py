@@ -166,7 +166,7 @@ def test_names_of_a_checkpoint_do_not_send_control_characters_to_the_terminal(
         raise CheckpointError(f"no entry {evil}")
 
     captured = capsys.readouterr()
-    assert r"does not have these weights of the checkpoint: \x1b[2J\x07weight" in captured.out
+    assert r"weights of the checkpoint: \x1b[2J\x07weight" in captured.out
     assert captured.err == r"error: no entry \x1b[2J\x07weight" + "\n"
     assert not set(captured.out) & {"\x1b", "\x07"}
 

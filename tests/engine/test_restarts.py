@@ -65,7 +65,7 @@ def begins(folder):
     """The iterations with which the starts have started, as their logs say."""
     logs = [folder / "previous_1/log.txt", folder / "log.txt"]
     text = "".join(log.read_text() for log in logs if log.exists())
-    return [int(begin) for begin in re.findall(r"Training from iteration (\d+) to 10", text)]
+    return [int(begin) for begin in re.findall(r"Training starts after (\d+) of 10", text)]
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_a_run_of_one_process_goes_on_with_two_with_one_line_about_it(tmp_path):
     DefaultTrainer(tiny_cfg(tmp_path)).train(max_iter=6)
     code, output = run_two(tmp_path, "--resume")
     assert code == 0, output
-    assert "Training from iteration 6 to 10" in output
+    assert "Training starts after 6 of 10" in output
     assert "WARNING" not in output
     assert len([line for line in output.splitlines() if "now there are 2" in line]) == 1
 

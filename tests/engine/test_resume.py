@@ -1,6 +1,7 @@
 """A run goes on where its checkpoint stood: the hook points, the states, the random numbers."""
 
 import logging
+import shlex
 
 import pytest
 import torch
@@ -71,15 +72,12 @@ def test_a_checkpointer_of_the_trainer_saves_what_is_asked_for_by_name_once(tmp_
     assert written == [(1, 0), (2, 1), (3, 2), "at once"]
     saved = torch.load(tmp_path / "mine.pth", weights_only=True)
     assert "ranks" not in saved
-    assert (
-        saved["iteration"],
-        saved["trainer"]["iteration"],
-        saved["trainer"]["boundary"],
-    ) == (1, 1, {"is_over": False, "passed": []})
-    assert (
-        caplog.text.count("The checkpoint 'full' is not saved, training continues: cannot write")
-        == 3
-    )
+    assert saved["iteration"] == 1
+    assert saved["trainer"]["iteration"] == 1
+    assert saved["trainer"]["boundary"] == {"is_over": False, "passed": []}
+    failed = [text for text in caplog.messages if "'full' is not saved" in text]
+    assert len(failed) == 3
+    assert all("cannot write" in text for text in failed)
     other = sgd(model, momentum=0.5)
     trainer = SimpleTrainer(model, batches(2), other)
     trainer.load_state_dict(
@@ -138,7 +136,8 @@ def test_a_run_that_is_stopped_before_it_has_done_anything_stands_where_it_stood
     state = job([], 6, stop_at=("after_step", stop_at)).state_dict()
     for _ in range(2):
         trainer = job(calls, 6, state, stop_at=("before_train", stop_at + 1))
-        assert (trainer.status, trainer.iter) == ("stopped", stop_at + 1)
+        assert trainer.status == "stopped"
+        assert trainer.iter == stop_at + 1
         state = trainer.state_dict()
     assert calls == 2 * [("before_train", stop_at + 1), ("after_train", stop_at + 1)]
     resumed = []
@@ -185,13 +184,16 @@ def test_what_the_optimizer_takes_from_a_checkpoint_is_a_table_and_another_kind_
     resumed = trainer(lr=0.2, weight_decay=0.0, foreach=True)
     resumed.load_state_dict({**state, "data": {"position": 3}})
     data, first, *_, row = "\n".join(caplog.messages[-2:]).splitlines()
-    assert data.startswith("The data start again: the data loader (list) has no state_dict()")
-    assert first == "The optimizer uses the values of the checkpoint, not of this run:"
+    assert data.startswith("The data start again: ")
+    assert "(list) has no state_dict()" in data
+    assert "values of the checkpoint" in first
     assert row.split() == ["0", "lr", "0.2", "0.1"]
     loader = build_batch_data_loader([0], TrainingSampler(1, seed=0), 1)
     SimpleTrainer(resumed.model, loader, sgd(resumed.model, lr=0.1)).load_state_dict(state)
-    assert caplog.messages[-1] == "The data start again: their position is not in the checkpoint"
-    assert [resumed.optimizer.param_groups[0][name] for name in ("lr", "foreach")] == [0.1, True]
+    assert caplog.messages[-1].startswith("The data start again: ")
+    assert "position" in caplog.messages[-1]
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.1
+    assert resumed.optimizer.param_groups[0]["foreach"] is True
 
     with pytest.raises(CheckpointError, match="has the state of SGD, the optimizer .* is Adam"):
         trainer(lambda model: torch.optim.Adam(model.parameters())).load_state_dict(state)
@@ -225,9 +227,17 @@ def epochs_job(folder, *options):
     return trainer, drawn
 
 
-@pytest.mark.parametrize(("batch", "max_iter"), [(16, 15), (4, 30), (20, 14)])
+@pytest.mark.parametrize(
+    ("batch", "per_epoch", "max_iter"),
+    [
+        (16, "2.5", 15),
+        (4, "10", 30),
+        (20, "2", 14),
+        (12, "3.33333", 17),  # 6.67 iterations for the samples that are left
+    ],
+)
 def test_another_batch_size_is_refused_with_the_length_that_trains_the_epochs_that_are_left(
-    batch, max_iter, tmp_path
+    batch, per_epoch, max_iter, tmp_path
 ):
     """4 epochs of 40 samples; 2 are trained as 10 batches of 8, so 80 samples are left."""
     for saved in (True, False):  # at the end of a run of 2 epochs, or stopped in one of 4
@@ -238,8 +248,8 @@ def test_another_batch_size_is_refused_with_the_length_that_trains_the_epochs_th
             (folder / "finished").unlink()
         with pytest.raises(ConfigError) as error:
             epochs_job(folder, "SOLVER.MAX_ITER", "4ep", "SOLVER.IMS_PER_BATCH", batch)
-        text = f"an epoch has {40 / batch:g} iterations now, and had 5 in the checkpoint, in which 2 epochs are done"
-        assert text in str(error.value)
+        assert f"an epoch has {per_epoch} iterations now, and had 5" in str(error.value)
+        assert "2 epochs are done" in str(error.value)
         assert f"set SOLVER.MAX_ITER {max_iter};" in str(error.value)
         resumed, after = epochs_job(
             folder, "SOLVER.MAX_ITER", max_iter, "SOLVER.IMS_PER_BATCH", batch
@@ -260,10 +270,15 @@ def test_every_length_in_epochs_is_named_and_those_in_iterations_go_on(tmp_path,
             tmp_path, "SOLVER.MAX_ITER", "4ep", *more, "HOOKS", [entry], "SOLVER.IMS_PER_BATCH", 20
         )
     # past lengths keep their iterations: 1 epoch was 5, 0.5 were 2; then 2 iterations are an epoch
-    assert (
-        "set SOLVER.MAX_ITER 14 CHECKPOINT.START 2 LOG.PERIOD 2 SOLVER.STEPS '(5, 12)' and "
-        "give the lengths in HOOKS in iterations; or resume" in str(error.value)
-    )
+    remedy = str(error.value).partition(", set ")[2]
+    options = shlex.split(remedy.partition(" and give ")[0])
+    assert dict(zip(options[::2], options[1::2], strict=True)) == {
+        "SOLVER.MAX_ITER": "14",
+        "CHECKPOINT.START": "2",
+        "LOG.PERIOD": "2",
+        "SOLVER.STEPS": "(5, 12)",
+    }
+    assert "HOOKS in iterations" in remedy
     caplog.clear()
     epochs_job(tmp_path, "SOLVER.MAX_ITER", 14, "SOLVER.IMS_PER_BATCH", 20)
     rows = caplog.text.partition("The training data are not those of the checkpoint:\n")[2]
@@ -323,7 +338,7 @@ def test_a_resumed_run_has_the_threads_of_its_checkpoint_or_names_the_difference
         torch.set_num_threads(former)
     if setting == 0:
         assert threads == 3
-        assert "torch uses 3 threads, as in the checkpoint; here it had 2" in caplog.text
+        assert "3 threads, as in the checkpoint; here it had 2" in caplog.text
     else:
         assert threads == 2
-        assert "NUM_THREADS is 2, and the checkpoint is of a run with 3 threads" in caplog.text
+        assert "torch uses 2 threads; in the checkpoint's run it used 3" in caplog.text

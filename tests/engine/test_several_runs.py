@@ -109,7 +109,8 @@ def test_a_storage_that_the_main_thread_opens_later_gets_nothing_from_a_trainer_
             stored, rows = run.result(PATIENCE_SEC)
             assert get_event_storage() is storage
     assert storage.latest() == {}
-    assert (stored["seen"][-1], len(rows)) == ((3.0, 4), 6)
+    assert stored["seen"][-1] == (3.0, 4)
+    assert len(rows) == 6
 
 
 def test_a_thread_without_a_storage_sees_the_only_open_one_and_asks_for_its_own_if_there_are_several():
@@ -123,7 +124,8 @@ def test_a_thread_without_a_storage_sees_the_only_open_one_and_asks_for_its_own_
             assert in_threads(ask) == [inner]
             with outer:  # the same once more
                 assert in_threads(ask) == [outer]
-            assert (in_threads(ask), get_event_storage()) == ([inner], inner)
+            assert in_threads(ask) == [inner]
+            assert get_event_storage() == inner
         assert in_threads(ask) == [outer]
 
         def in_another(do):
@@ -162,7 +164,8 @@ def test_a_worker_lives_until_the_last_block_of_its_storage_is_closed():
         with storage:
             storage.put_scalar("a", 1.0)
         assert storage.worker is worker
-    assert (storage.worker, storage.latest()) == (None, {"a": (1.0, 0)})
+    assert storage.worker is None
+    assert storage.latest() == {"a": (1.0, 0)}
 
 
 def test_trainers_that_step_by_turns_in_one_thread_keep_their_values_apart():
@@ -305,16 +308,17 @@ def test_a_trainer_in_a_hook_is_refused_the_folder_of_its_run_which_stays_locked
         inner.status = "not started"
         inner.max_iter = 10
         after = sorted(path.name for path in (tmp_path / "run").iterdir())
-        found.append((after == before, is_owned(tmp_path / "run"), inner.status))
+        assert after == before
+        assert is_owned(tmp_path / "run")
+        assert inner.status == "not started"
+        found.append(trainer.iter)
 
     outer.register_hooks([AfterStep(act)])
     outer.train()
-    assert found == [(True, True, "not started")] * 2
-    assert (outer.status, outer.iter, iterations(tmp_path / "run/metrics.json")[-1]) == (
-        "finished",
-        10,
-        10,
-    )
+    assert found == [1, 2]
+    assert outer.status == "finished"
+    assert outer.iter == 10
+    assert iterations(tmp_path / "run/metrics.json")[-1] == 10
     assert not is_owned(tmp_path / "run")
     inner.train()  # now it is free
     assert inner.status == "finished"
@@ -403,7 +407,8 @@ def test_a_run_that_goes_on_in_this_process_goes_on_in_its_files(tmp_path):
     third = DefaultTrainer(plain_lr(tmp_path, "SOLVER.MAX_ITER", 14))
     third.resume_or_load(resume=True)
     third.train(max_iter=16)  # it has finished, and goes on
-    assert (second.start_iter, third.iter) == (12, 16)
+    assert second.start_iter == 12
+    assert third.iter == 16
     assert not [*tmp_path.glob("previous_*")]
     written = iterations(tmp_path / "metrics.json")
     assert written == sorted(set(written))

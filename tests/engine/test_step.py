@@ -61,7 +61,8 @@ def test_twenty_steps_equal_a_bare_loop_bit_for_bit(asynchronous):
     found, trainer = trained(data, 20, async_write_metrics=asynchronous)
     assert torch.equal(found, expected)
     assert trainer.storage.history("total_loss").values() == losses
-    assert (trainer.iter, trainer.status) == (20, "finished")
+    assert trainer.iter == 20
+    assert trainer.status == "finished"
     other, other_losses = bare_loop(data, 20, momentum=0.9001)
     assert not torch.equal(found, other)
     assert other_losses != losses
@@ -127,7 +128,8 @@ def test_entries_that_require_grad_are_summed_and_the_others_only_logged(
     assert scalars(trainer) == {name: [(value, 0)] for name, value in stored.items()}
     assert model.weight.item() == 1.0 - gradient
     if "accuracy" in stored:
-        assert "Minimizing loss_a; only logging ['accuracy', 'b']" in caplog.messages
+        [text] = [text for text in caplog.messages if text.startswith("Minimizing loss_a;")]
+        assert text.endswith(" ['accuracy', 'b']")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +255,10 @@ def test_batch_losses_and_graphs_are_let_go_before_the_next_ones(accumulation_st
 
     def look(trainer):
         loss = trainer.losses["loss_a"]
-        seen.append((isinstance(trainer.batch, Batch), loss.item(), loss.requires_grad))
+        assert isinstance(trainer.batch, Batch)
+        assert loss.item() == 1.0
+        assert not loss.requires_grad
+        seen.append(trainer.iter)
 
     model, options = (
         Weight(losses_of),
@@ -262,7 +267,7 @@ def test_batch_losses_and_graphs_are_let_go_before_the_next_ones(accumulation_st
     trainer = SimpleTrainer(model, Loader(), sgd(model, lr=0.0), **options)
     trainer.register_hooks([CallbackHook(after_backward=look, after_step=look)])
     trainer.train(0, 3)
-    assert seen == [(True, 1.0, False)] * 6
+    assert seen == [0, 0, 1, 1, 2, 2]
     assert at_fetch == ([0] + [1] * (accumulation_steps - 1)) * 3  # one micro-batch is loaded ahead
     assert at_forward == [0] * 3 * accumulation_steps
 
@@ -277,15 +282,18 @@ def test_epochs_are_counted_from_the_length_of_the_data():
     trainer.register_hooks(
         [CallbackHook(after_step=lambda trainer: epochs.append(trainer.epoch), **on_epoch)]
     )
-    assert (trainer.iters_per_epoch, trainer.epoch_length) == (3, Fraction(10, 3))
+    assert trainer.iters_per_epoch == 3
+    assert trainer.epoch_length == Fraction(10, 3)
     trainer.train(0, 5)
     trainer.train(5, 9)
     # they start in the iterations nearest to 3 1/3 and 6 2/3
     assert epochs == [0] * 3 + [1] * 4 + [2] * 2
-    assert (starts, ends) == ([0, 3, 7], [2, 6])
+    assert starts == [0, 3, 7]
+    assert ends == [2, 6]
     data = build_batch_data_loader([*range(10)], TrainingSampler(10), total_batch_size=3)
     endless = SimpleTrainer(model, data, sgd(model))
-    assert (endless.iters_per_epoch, endless.epoch_length) == (3, Fraction(10, 3))
+    assert endless.iters_per_epoch == 3
+    assert endless.epoch_length == Fraction(10, 3)
 
 
 @pytest.mark.parametrize("change", ["accumulation", "loader"])
@@ -358,10 +366,12 @@ def test_batch_norm_under_accumulation_is_warned_about_once(caplog):
     def messages(model, accumulation_steps):
         caplog.clear()
         SimpleTrainer(model, [], sgd(model), accumulation_steps=accumulation_steps)
-        return [record.message[:48] for record in caplog.records]
+        return caplog.messages.copy()
 
     with_norm = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
-    assert messages(with_norm, 4) == ["Batch norm treats each micro-batch separately: 4"]
+    [text] = messages(with_norm, 4)
+    assert text.startswith("Batch norm")
+    assert "micro-batch separately: 4" in text
     assert messages(with_norm, 1) == messages(nn.GroupNorm(1, 3), 4) == []
 
 
@@ -383,7 +393,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(gather_metric_
         FloatingPointError, match=r"in iteration 4: {'total_loss': nan}.*of this iteration$"
     ):
         trainer.train(0, 10)
-    assert (trainer.iter, trainer.status) == (4, "failed")
+    assert trainer.iter == 4
+    assert trainer.status == "failed"
     assert torch.equal(weights(model), expected)
 
 
@@ -624,7 +635,7 @@ def test_a_parameter_that_a_hook_unfreezes_is_named_in_the_first_step_with_its_g
 ):
     assert frozen_and_unfrozen_at(3, caplog, **options) == [3]
     [text] = untrained(caplog)
-    assert text.startswith("2 parameters have gradients, but are in no optimizer, so they are not ")
+    assert text.startswith("2 parameters have gradients, but are in no optimizer")
     assert "backbone.0, backbone.1. " in text
 
 
@@ -686,7 +697,18 @@ def test_several_optimizers_are_found_wherever_a_trainer_or_a_hook_has_them(capl
     assert untrained(caplog) == []
 
 
-def test_a_parameter_in_an_optimizer_has_no_function_that_a_step_would_call():
+def test_a_parameter_in_an_optimizer_has_no_function_that_a_step_would_call(monkeypatch):
+    watched = []
+    register = torch.Tensor.register_post_accumulate_grad_hook
+    monkeypatch.setattr(
+        torch.Tensor,
+        "register_post_accumulate_grad_hook",
+        lambda parameter, function: watched.append(parameter) or register(parameter, function),
+    )
     model = Backbone()
     SimpleTrainer(model, [torch.tensor(1.0)], sgd(model)).train(0, 2)
-    assert [parameter._post_accumulate_grad_hooks for parameter in model.parameters()] == [None] * 3
+    assert watched == []
+    model = Backbone()
+    optimizer = torch.optim.SGD(model.backbone, lr=0.1)
+    SimpleTrainer(model, [torch.tensor(1.0)], optimizer).train(0, 2)
+    assert [id(parameter) for parameter in watched] == [id(model.head)]

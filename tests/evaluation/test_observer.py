@@ -48,25 +48,24 @@ def test_an_observer_sees_every_batch_and_the_results_around_the_model_and_the_e
             inference_on_dataset(model, [5, 6], Noting(), name="cats")
         assert observer.calls == [
             ("before_eval", "val", "cats"),
-            *(
-                ("before_eval_step", "val", 0, 5),
-                "model",
-                "process",
-                ("after_eval_step", "val", 0, 5, "5"),
-            ),
-            *(
-                ("before_eval_step", "val", 1, 6),
-                "model",
-                "process",
-                ("after_eval_step", "val", 1, 6, "6"),
-            ),
-            *("evaluate", ("after_eval", "val", "cats", {"task": {}})),
+            ("before_eval_step", "val", 0, 5),
+            "model",
+            "process",
+            ("after_eval_step", "val", 0, 5, "5"),
+            ("before_eval_step", "val", 1, 6),
+            "model",
+            "process",
+            ("after_eval_step", "val", 1, 6, "6"),
+            "evaluate",
+            ("after_eval", "val", "cats", {"task": {}}),
         ]
         with pytest.raises(ZeroDivisionError), observe_inference(observer, "val"):
             inference_on_dataset(model, [7], None)
         inference_on_dataset(str, [1], None, name="b")
     inference_on_dataset(str, [1], None)  # nobody looks on
     assert outer.calls == [  # also after a failure
-        *(("before_eval", "val", "b"), ("before_eval_step", "val", 0, 1)),
-        *(("after_eval_step", "val", 0, 1, "1"), ("after_eval", "val", "b", {})),
+        ("before_eval", "val", "b"),
+        ("before_eval_step", "val", 0, 1),
+        ("after_eval_step", "val", 0, 1, "1"),
+        ("after_eval", "val", "b", {}),
     ]

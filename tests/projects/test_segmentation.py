@@ -77,7 +77,8 @@ def test_image_truth_and_prediction_stand_side_by_side_in_the_colours_of_the_pal
 
     drawn = draw_segmentation({"image": image, "label": label}, logits)
 
-    assert (list(drawn.shape), drawn.dtype) == ([4 * 2 * 3, 3 * 2 * 3, 3], torch.uint8)
+    assert list(drawn.shape) == [4 * 2 * 3, 3 * 2 * 3, 3]
+    assert drawn.dtype == torch.uint8
     small = drawn[1::3, 1::3].tolist()
     white, black, colours = [255] * 3, [0] * 3, PALETTE.tolist()
     assert small[0] == [white, black, colours[0], colours[3], colours[0], colours[3]]

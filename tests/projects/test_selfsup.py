@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch.nn import functional as F
@@ -195,14 +196,16 @@ def test_the_rate_of_flagged_groups_stays_while_a_schedule_halves_the_others(fla
 
 
 def test_sinkhorn_is_that_of_the_paper():
+    """In numpy, by the two vectors that scale prototypes and samples of one matrix."""
     scores = torch.rand(7, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    q = (scores.double() / 0.05).exp()
-    q /= q.sum()
+    matrix = numpy.exp(scores.double().numpy() / 0.05)
+    of_samples = numpy.ones(7)
     for _ in range(3):
-        q /= q.sum(dim=0) * 4
-        q /= q.sum(dim=1, keepdim=True) * 7
-    assert torch.allclose(sinkhorn(scores).double(), q * 7, atol=1e-6)
-    assert not torch.allclose(sinkhorn(scores, num_iters=1).double(), q * 7, atol=1e-2)
+        of_prototypes = 7 / 4 / (of_samples @ matrix)
+        of_samples = 1 / (matrix @ of_prototypes)
+    expected = torch.from_numpy(of_samples[:, None] * matrix * of_prototypes)
+    assert torch.allclose(sinkhorn(scores).double(), expected, atol=1e-6)
+    assert not torch.allclose(sinkhorn(scores, num_iters=1).double(), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("queue", ["absent", "not full", "full"])

@@ -76,20 +76,21 @@ def test_any_class_of_torch_takes_its_own_arguments(name, arguments, expected):
     assert all(optimizer.param_groups[0][key] == value for key, value in expected.items())
 
 
-def test_a_key_of_the_solver_that_is_set_and_not_taken_is_an_error():
-    for name, key, value in (
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
         ("AdamW", "MOMENTUM", 0.95),
         ("AdamW", "NESTEROV", True),
         ("Rprop", "WEIGHT_DECAY", 0.5),
         ("AdamW", "MOMENTUM", 0.9),  # the default, but it was set
         ("Rprop", "WEIGHT_DECAY", 0.0001),
-    ):
-        with pytest.raises(
-            ConfigError, match=rf"SOLVER.{key}: got {value} .* {name} does not take it"
-        ):
-            build_optimizer(make_cfg({key: value}, NAME=name), make_model())
-        # which asks for nothing
-        build_optimizer(make_cfg({key: type(value)(0)}, NAME=name), make_model())
+    ],
+)
+def test_a_key_of_the_solver_that_is_set_and_not_taken_is_an_error(name, key, value):
+    with pytest.raises(ConfigError, match=rf"SOLVER.{key}: got {value} .* {name} does not take it"):
+        build_optimizer(make_cfg({key: value}, NAME=name), make_model())
+    # which asks for nothing
+    build_optimizer(make_cfg({key: type(value)(0)}, NAME=name), make_model())
 
 
 def test_the_config_file_of_a_run_builds_the_same_optimizer(tmp_path):
@@ -132,7 +133,8 @@ def test_a_default_of_the_solver_is_never_an_error():
 
 def test_a_registered_class_is_built_with_its_arguments():
     optimizer = build_optimizer(make_cfg(NAME="SolverTestSGD", TAPS=[3, 4]), make_model())
-    assert (type(optimizer), optimizer.taps) == (SolverTestSGD, (3, 4))
+    assert type(optimizer) is SolverTestSGD
+    assert optimizer.taps == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -161,23 +163,30 @@ def test_what_the_optimizer_cannot_take_is_an_error(node, message):
         build_optimizer(make_cfg(), nn.Linear(1, 1).requires_grad_(False))
 
 
-def test_the_fused_implementation_is_chosen_where_it_exists_unless_the_config_chooses():
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        for name in ("SGD", "Adam", "AdamW"):
-            # see the next test
-            expected = None if name == "SGD" and dtype == torch.bfloat16 else True
-            assert (
-                build_optimizer(make_cfg(NAME=name), make_model(dtype)).defaults["fused"]
-                is expected
-            )
-    for node, expected in (
-        ({"DIFFERENTIABLE": True}, (None, None)),
-        ({"FUSED": False}, (False, None)),
-        ({"FOREACH": True}, (None, True)),
-        ({"FUSED": None}, (True, None)),
-    ):
-        defaults = build_optimizer(make_cfg(NAME="Adam", **node), make_model()).defaults
-        assert (defaults["fused"], defaults["foreach"]) == expected
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_the_fused_implementation_is_chosen_where_it_exists(name, dtype):
+    fused = build_optimizer(make_cfg(NAME=name), make_model(dtype)).defaults["fused"]
+    if name == "SGD" and dtype == torch.bfloat16:  # see test_every_weight_of_a_small_type
+        assert fused is None
+    else:
+        assert fused is True
+
+
+@pytest.mark.parametrize(
+    ("node", "fused", "foreach"),
+    [
+        ({"DIFFERENTIABLE": True}, None, None),
+        ({"FUSED": False}, False, None),
+        ({"FOREACH": True}, None, True),
+        ({"FUSED": None}, True, None),
+    ],
+    ids=str,
+)
+def test_the_config_may_choose_the_implementation(node, fused, foreach):
+    defaults = build_optimizer(make_cfg(NAME="Adam", **node), make_model()).defaults
+    assert defaults["fused"] is fused
+    assert defaults["foreach"] is foreach
 
 
 def test_every_weight_of_a_small_type_is_updated():

@@ -38,18 +38,31 @@ SCHEDULERS = {
 each_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 
 
-def test_a_schedule_with_a_warm_up_has_these_values_and_a_wrong_warm_up_is_an_error():
-    for arguments, expected in (
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         ((0.5, 0.5, "constant"), [0.5, 0.5, 0.5, 0.25, 0.0]),
         ((0.0, 0.5), [0.0, 0.25, 0.5, 0.25, 0.0]),
         ((0.0, 0.5, "linear", True), [0.0, 0.5, 1.0, 0.5, 0.0]),
         ((0.001, 0.0), [1.0, 0.75, 0.5, 0.25, 0.0]),
-    ):
-        found = WarmupParamScheduler(FALL, *arguments)
-        assert [found(where) for where in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
-    for arguments in ((0.1, 0.5, "exp"), (0.1, -0.1), (0.1, 1.0, "linear", True)):
-        with pytest.raises(ValueError, match="warmup_(method|length) must be "):
-            WarmupParamScheduler(CosineParamScheduler(1, 0), *arguments)
+    ],
+)
+def test_a_schedule_with_a_warm_up_has_these_values(arguments, expected):
+    found = WarmupParamScheduler(FALL, *arguments)
+    assert [found(where) for where in (0.0, 0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((0.1, 0.5, "exp"), "warmup_method"),
+        ((0.1, -0.1), "warmup_length"),
+        ((0.1, 1.0, "linear", True), "warmup_length"),
+    ],
+)
+def test_a_wrong_warm_up_is_an_error_that_names_the_argument(arguments, named):
+    with pytest.raises(ValueError, match=f"{named} must be "):
+        WarmupParamScheduler(CosineParamScheduler(1, 0), *arguments)
 
 
 def test_the_last_value_stays_from_the_end_on():
@@ -65,10 +78,8 @@ def test_each_group_starts_from_its_own_rate_and_a_fixed_one_keeps_it(make):
     optimizer.param_groups[2]["fixed_lr"] = True
     scheduler = make(optimizer)
     # not replaced
-    assert (type(optimizer).step, "step" in vars(optimizer)) == (
-        torch.optim.SGD.step,
-        False,
-    )
+    assert type(optimizer).step == torch.optim.SGD.step
+    assert "step" not in vars(optimizer)
     run(scheduler, 4)
     scheduler.factors = [0.5]
     scheduler.step(4)
@@ -114,7 +125,8 @@ def test_a_tensor_is_filled_in_place_and_a_plain_number_in_the_state():
     scheduler = SCHEDULERS["function"](optimizer)
     run(scheduler, 2)
     assert optimizer.param_groups[0]["lr"] is lr
-    assert (lr.item(), scheduler.get_last_lr()) == (0.375, [0.375])
+    assert lr.item() == 0.375
+    assert scheduler.get_last_lr() == [0.375]
     assert scheduler.state_dict() == {
         "base_lrs": [0.5],
         "last_epoch": 2,

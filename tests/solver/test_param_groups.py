@@ -146,7 +146,7 @@ def test_only_parameters_named_bias_are_biases_as_in_detectron2_and_the_log_name
 ):
     assert biases_in(Biases()) == NAMED_BIAS
     [text] = caplog.messages
-    assert "and not to 10 others: q_bias, attention.in_proj_bias, attention.bias_k" in text
+    assert "10 others: q_bias, attention.in_proj_bias, attention.bias_k" in text
     assert "SOLVER.ALL_BIASES True takes them in" in text
 
 

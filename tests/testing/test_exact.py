@@ -61,9 +61,7 @@ def test_a_loader_without_a_state_is_found(tmp_path):
 def test_an_optimizer_in_a_private_attribute_is_found(tmp_path):
     found = first_lines(message_of(jobs.hidden_optimizer, tmp_path))
     assert ": the losses: total_loss " in found["first call that differs"]
-    assert (
-        found["likely cause"] == "attributes that start with an underscore are not saved: _second"
-    )
+    assert found["likely cause"].endswith("not saved: _second")
 
 
 def test_a_hook_with_a_counter_and_no_state_is_found(tmp_path):
@@ -99,9 +97,10 @@ def test_a_draw_that_only_one_of_the_runs_makes_is_found_with_its_place(tmp_path
 def test_a_resumed_run_that_makes_more_calls_is_found(tmp_path):
     found = first_lines(message_of(jobs.ends_early, tmp_path))
     call, _, other = found["first call that differs"].partition("; and ")
-    assert call.endswith("of iteration 10, before all other hooks")
     assert call.startswith("after_train")
-    assert other == "before_epoch of iteration 10, before all other hooks"
+    assert "iteration 10, before all other hooks" in call
+    assert other.startswith("before_epoch")
+    assert "iteration 10, before all other hooks" in other
     assert found["likely cause"].startswith("EndsEarly does not save its attribute 'steps' (")
 
 
@@ -162,7 +161,8 @@ def test_a_metric_that_differs_between_equal_runs_can_be_left_out(tmp_path):
 
 def test_a_job_that_does_not_load_its_checkpoint_is_told_so(tmp_path):
     text = message_of(jobs.without_load, tmp_path)
-    assert "the resumed run starts anew: make_trainer must load the newest checkpoint" in text
+    assert "the resumed run starts anew" in text
+    assert "make_trainer must load" in text
 
 
 def make_model(folder):

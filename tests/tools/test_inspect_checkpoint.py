@@ -53,12 +53,13 @@ def rows(text):
 def test_a_file_of_a_run_is_described(run, inspect):
     code, out, err = inspect(run / "model_0000004.pth", "--all")
 
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err == ""
     found = rows(out)
-    assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
-    assert "\niteration  after 5 iterations (number 4, counted from 0)\n" in out
+    assert found["intact"][1] == "yes,"
+    assert "\niteration  after 5 iterations (number 4, " in out
     assert " ".join(found["model"]) == "model 368 B 9 tensors"  # the row of the entry
-    assert "\nmodel      91 values in 9 tensors, 368 B\n" in out
+    assert re.search(r"^model +91 values in 9 tensors, 368 B$", out, re.MULTILINE)
     assert "\ncommand " in out
     assert found["layers.0.weight"] == ["layers.0.weight", "[8,", "4]", "float32", "128", "B"]
     assert {
@@ -78,6 +79,18 @@ def test_a_file_of_a_run_is_described(run, inspect):
     assert "layers.0.weight" not in short
 
 
+def test_a_best_file_says_of_which_metric_value_direction_and_weights_it_is(run, inspect, tmp_path):
+    lines = (run / "metrics.json").read_text().splitlines()
+    values = [json.loads(line).get("classification/top1", -1.0) for line in lines]
+    best = f"best       classification/top1 {max(values)} (max)"
+
+    assert best in inspect(run / "model_best.pth")[1].splitlines()
+    assert "\nbest " not in inspect(run / "model_final.pth")[1]
+    averaged = {**read_file(run / "model_best.pth"), "evaluated": "ema"}
+    write_file(averaged, tmp_path / "averaged.pth")
+    assert f"{best}, of the weights 'ema'" in inspect(tmp_path / "averaged.pth")[1].splitlines()
+
+
 def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_path, inspect):
     weights = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(3)}
     torch.save(weights, tmp_path / "bare.pth")
@@ -88,10 +101,10 @@ def test_files_of_other_programs_are_described_as_far_as_they_say_something(tmp_
         code, out, _ = inspect(tmp_path / name, "--all")
         found = rows(out)
         assert code == 0
-        assert " ".join(found["intact"]) == "intact yes, its content matches its checksums"
+        assert found["intact"][1] == "yes,"
         assert found["a"] == ["a", "[2]", "bfloat16", "4", "B"]
         assert re.search(r"^model +5 values in 2 tensors, 16 B$", out, re.MULTILINE)
-    assert "after 4 iterations (number 3, counted from 0)\n" in out
+    assert "after 4 iterations (number 3, " in out
     assert found["scheduler"] == ["scheduler", "last_epoch", "3"]
 
 
@@ -117,7 +130,9 @@ def test_a_list_in_many_places_is_read_once_and_names_cannot_control_the_termina
             {"model": model, "sparse": torch.eye(3).to_sparse(), "shared": shared}, tmp_path / name
         )
     code, out, _ = inspect(tmp_path / "a.pth", "--all")
-    assert (code, "evil\\x1b[2J" in out, "\x1b" in out) == (0, True, False)
+    assert code == 0
+    assert "evil\\x1b[2J" in out
+    assert "\x1b" not in out
     assert inspect(tmp_path / "a.pth", tmp_path / "b.pth")[1].startswith("identical: 3 entries")
 
 
@@ -136,7 +151,10 @@ def test_a_file_that_cannot_be_read_is_one_line_and_code_2_and_no_code_of_it_is_
     }
     for name, text in expected.items():
         code, out, err = inspect(small / name)
-        assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: ")
+        assert code == 2
+        assert out == ""
+        assert err.count("\n") == 1
+        assert err[:7] == "error: "
         assert text in err
     assert not (small / "created").exists()
     torch.load(small / "evil.pth", weights_only=False)["model"].close()  # the control
@@ -148,7 +166,8 @@ def test_a_folder_is_a_table_of_its_checkpoints_with_the_one_to_go_on_from(run, 
     code, out, err = inspect(run)
     published.unlink()
 
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err == ""
     found = {
         name: (cells[1], *cells[6:]) for name, cells in rows(out).items() if name.endswith(".pth")
     }
@@ -169,14 +188,16 @@ def test_a_folder_is_a_table_of_its_checkpoints_with_the_one_to_go_on_from(run, 
     assert found["model_0000029.pth"][-1] == "BROKEN"
     assert found["numpy.pth"][-1] == "BROKEN"
     assert found["model_0000019.pth"][-1] == "intact"
-    assert f"'{small}/model_0000029.pth' is damaged or not a file of torch.save: " in out
+    assert f"'{small}/model_0000029.pth' is damaged" in out
     assert out.endswith("\n--resume continues from model_0000019.pth.\n")
 
 
 def test_a_copy_is_identical_though_its_bytes_differ_and_nothing_is_written(run, small, inspect):
     torch.save(read_file(run / "model_final.pth"), small / "copy.pth")
     code, out, _ = inspect(run / "model_final.pth", small / "copy.pth")
-    assert (code, out.split(":")[0], out.count("\n")) == (0, "identical", 1)
+    assert code == 0
+    assert out.split(":")[0] == "identical"
+    assert out.count("\n") == 1
 
     def content(folder):
         return {
@@ -228,7 +249,8 @@ def test_two_runs_differ_in_files_checkpoints_and_metrics(run, tmp_path, inspect
         line["time"] = 99.0
     (copy / "metrics.json").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     code, out, _ = inspect(run, copy)
-    assert (code, out.count("\n")) == (0, 1)
+    assert code == 0
+    assert out.count("\n") == 1
     assert out.startswith("identical: 3 checkpoints, and 7 lines of metrics, ")
 
     lines[0]["lr"] = 0.5
@@ -240,14 +262,18 @@ def test_two_runs_differ_in_files_checkpoints_and_metrics(run, tmp_path, inspect
     code, out, _ = inspect(run, copy)
     assert code == 1
     rate, best, bias, end = out.splitlines()
-    assert rate == "metrics.json: iteration 1: lr: 0.05005 and 0.5"
-    assert best == "model_best.pth: only in the first"
-    assert bias == "model_final.pth: model/layers.0.bias: 1 of 8 values, by at most 1"
+    assert rate.startswith("metrics.json: iteration 1: ")
+    assert rate.endswith("lr: 0.05005 and 0.5")
+    assert best.startswith("model_best.pth: only in")
+    assert bias.startswith("model_final.pth: model/layers.0.bias: ")
+    assert bias.endswith("1 of 8 values, by at most 1")
     assert end == "different in 3 places"
 
     (copy / "metrics.json").write_text('{"iteration": 1, "lr": \x1b[2J')
     code, out, err = inspect(run, copy)
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
     assert "as lines of metrics" in err
     assert inspect(run, copy / "model_final.pth")[0] == 2
     assert inspect(tmp_path, copy)[0] == 2

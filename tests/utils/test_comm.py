@@ -13,13 +13,14 @@ from trainkit.utils import comm
 
 def test_without_a_process_group_there_is_one_process():
     data = object()
-    assert (comm.get_world_size(), comm.get_rank(), comm.is_main_process()) == (1, 0, True)
-    assert (comm.get_local_size(), comm.get_local_rank()) == (1, 0)
-    assert (comm.all_gather(data), comm.gather(data), comm.broadcast(data)) == (
-        [data],
-        [data],
-        data,
-    )
+    assert comm.get_world_size() == 1
+    assert comm.get_rank() == 0
+    assert comm.is_main_process()
+    assert comm.get_local_size() == 1
+    assert comm.get_local_rank() == 0
+    assert comm.all_gather(data) == [data]
+    assert comm.gather(data) == [data]
+    assert comm.broadcast(data) == data
     comm.synchronize()
     values = {"b": torch.tensor(1.0), "a": torch.tensor(2.0)}
     assert list(comm.reduce_dict(values).items()) == [("a", values["a"]), ("b", values["b"])]
@@ -42,9 +43,11 @@ def test_a_local_group_ends_with_its_process_group_and_without_one_torchrun_says
         try:
             monkeypatch.setenv("LOCAL_RANK", "3")
             monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-            assert (comm.get_local_rank(), comm.get_local_size()) == (3, 4)
+            assert comm.get_local_rank() == 3
+            assert comm.get_local_size() == 4
             comm.create_local_process_group(1)
-            assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
+            assert comm.get_local_rank() == 0
+            assert comm.get_local_size() == 1
             assert dist.get_world_size(comm.get_local_process_group()) == 1
         finally:
             dist.destroy_process_group()
@@ -72,8 +75,11 @@ def in_three_groups(rank, folder):
 
 
 def _check_two_ranks(rank):
-    assert (comm.get_world_size(), comm.get_rank(), comm.is_main_process()) == (2, rank, rank == 0)
-    assert (comm.get_local_rank(), comm.get_local_size()) == (rank, 2)
+    assert comm.get_world_size() == 2
+    assert comm.get_rank() == rank
+    assert comm.is_main_process() == (rank == 0)
+    assert comm.get_local_rank() == rank
+    assert comm.get_local_size() == 2
     assert comm.all_gather({"rank": rank, "pad": "x" * rank}) == [
         {"rank": 0, "pad": ""},
         {"rank": 1, "pad": "x"},
@@ -90,7 +96,8 @@ def _check_two_ranks(rank):
     assert {name: value.tolist() for name, value in total.items()} == {"a": 2, "b": [2.0, 1.0]}
 
     comm.create_local_process_group(1)
-    assert (comm.get_local_rank(), comm.get_local_size()) == (0, 1)
+    assert comm.get_local_rank() == 0
+    assert comm.get_local_size() == 1
     assert comm.all_gather(rank, group=comm.get_local_process_group()) == [rank]
     comm.synchronize()
 

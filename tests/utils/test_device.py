@@ -20,27 +20,35 @@ def test_auto_takes_the_accelerator_that_torch_sees_else_the_cpu(monkeypatch):
         assert resolve_device("auto") == torch.device(device)
     buffers_only = nn.Module()
     buffers_only.register_buffer("mean", torch.zeros(1, device="meta"))
-    assert [device_of(module) for module in (nn.Linear(1, 1), buffers_only, nn.ReLU())] == [
-        CPU,
-        META,
-        None,
-    ]
+    assert device_of(nn.Linear(1, 1)) == CPU
+    assert device_of(buffers_only) == META
+    assert device_of(nn.ReLU()) is None
 
 
-def test_a_device_that_is_not_there_is_an_error_that_says_what_is(monkeypatch):
+@pytest.fixture
+def two_gpus(monkeypatch):
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
     )
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+
+def test_a_device_that_is_there_is_taken(two_gpus):
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     assert resolve_device(META) == META
-    for name, message in (
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("gpu", "no device is called 'gpu'; accepted: auto, cpu"),
         ("cuda:2", "there is no device 'cuda:2': torch sees 2 of type cuda"),
         ("mps", "there is no device 'mps': torch sees 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            resolve_device(name)
+    ],
+)
+def test_a_device_that_is_not_there_is_an_error_that_says_what_is(two_gpus, name, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_device(name)
 
 
 def test_tensors_in_nested_containers_are_moved_and_the_containers_keep_their_kind():
@@ -71,12 +79,10 @@ def test_tensors_in_nested_containers_are_moved_and_the_containers_keep_their_ki
     ] * 7
     kinds = [list, tuple, Pair, OrderedDict, UserDict, dict, str, type(data["packed"])]
     assert [type(moved[name]) for name in data] == kinds
-    assert (moved["list"][1], moved["tuple"][1], moved["pair"].y, moved["object"]) == (
-        2,
-        "text",
-        None,
-        "moved to meta",
-    )
+    assert moved["list"][1] == 2
+    assert moved["tuple"][1] == "text"
+    assert moved["pair"].y is None
+    assert moved["object"] == "moved to meta"
     assert moved["packed"].batch_sizes.tolist() == [2, 2, 1]  # torch wants these on the CPU
     tensor = data["list"][0]
     assert move_to_device({"x": tensor}, torch.device("cpu"))["x"] is tensor

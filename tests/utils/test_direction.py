@@ -51,9 +51,9 @@ def test_a_loss_that_falls_does_not_stop_the_run_and_the_log_says_why(caplog):
     )
     caplog.set_level("INFO")
     hook = EarlyStopping(1, "val_loss")
-    assert (
-        "EarlyStopping: smaller values of 'val_loss' are better, by its name; set mode to change this"
-    ) in caplog.messages
+    [text] = [text for text in caplog.messages if text.startswith("EarlyStopping: ")]
+    assert "smaller val_loss is better" in text
+    assert "set mode" in text
     trainer.train(0, 4)
     assert trainer.iter == 4
     assert hook.mode == "min"
@@ -97,7 +97,8 @@ def test_the_best_model_is_that_of_the_smallest_loss_or_the_largest_precision(na
 def test_every_hook_with_a_mode_asks_the_name_and_warns_where_it_says_nothing_or_the_opposite(
     make, caplog
 ):
-    assert (make("val_loss").mode, make("top1").mode) == ("min", "max")
+    assert make("val_loss").mode == "min"
+    assert make("top1").mode == "max"
     assert caplog.text == ""
     assert make("speed").mode == "max"
     assert "the name 'speed' does not say whether more is better" in caplog.text
@@ -106,6 +107,7 @@ def test_every_hook_with_a_mode_asks_the_name_and_warns_where_it_says_nothing_or
     assert make("speed", mode="min").mode == "min"
     assert caplog.text == ""
     assert make("val_loss", mode="max").mode == "max"
-    assert "mode is 'max', but by the name 'val_loss' smaller values are better" in caplog.text
+    assert "mode is 'max'" in caplog.text
+    assert "'val_loss' smaller values are better" in caplog.text
     with pytest.raises(ValueError, match='mode must be "max", "min" or "auto", got \'most\''):
         make("top1", mode="most")

@@ -14,13 +14,14 @@ def filled(values, **kwargs):
 
 def test_median_and_average_are_over_the_last_values_and_the_global_average_over_all():
     history = filled([100.0, 7.0, 1.0, 3.0])
-    assert [history.median(window) for window in (1, 3, 4, 1000)] == [3.0, 3.0, 5.0, 5.0]
-    assert (history.avg(2), history.avg(1000), history.global_avg(), history.latest()) == (
-        2.0,
-        27.75,
-        27.75,
-        3.0,
-    )
+    assert history.median(1) == 3.0
+    assert history.median(3) == 3.0
+    assert history.median(4) == 5.0
+    assert history.median(1000) == 5.0
+    assert history.avg(2) == 2.0
+    assert history.avg(1000) == 27.75
+    assert history.global_avg() == 27.75
+    assert history.latest() == 3.0
 
 
 def test_a_median_that_was_read_before_counts_the_values_since():
@@ -35,7 +36,8 @@ def test_a_median_that_was_read_before_counts_the_values_since():
 def test_a_full_history_holds_the_newest_values_and_its_global_average_counts_all():
     history = filled(range(1000), max_length=10)
     assert history.values() == [(value, value) for value in range(990, 1000)]
-    assert (history.median(1000), history.global_avg()) == (994.5, 499.5)
+    assert history.median(1000) == 994.5
+    assert history.global_avg() == 499.5
     history.update(0.5, iteration=4000)
     history.update(0.5)
     assert history.values()[-2:] == [(0.5, 4000), (0.5, 1001)]
@@ -43,43 +45,70 @@ def test_a_full_history_holds_the_newest_values_and_its_global_average_counts_al
         HistoryBuffer(max_length=0)
 
 
-def test_a_median_is_of_the_finite_values_wherever_the_others_stand_and_the_others_are_counted():
-    nan, inf = math.nan, math.inf
-    for values, median, left_out in (
-        ([nan, 5.0, 1.0], 3.0, 1),
-        ([5.0, nan, 1.0], 3.0, 1),
-        ([5.0, 1.0, nan], 3.0, 1),
-        ([inf, -inf, 1.0], 1.0, 2),
-        ([inf, inf, inf, 2.0, 4.0, 9.0], 4.0, 3),
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "median", "left_out"),
+    [
+        ([NAN, 5.0, 1.0], 3.0, 1),
+        ([5.0, NAN, 1.0], 3.0, 1),
+        ([5.0, 1.0, NAN], 3.0, 1),
+        ([INF, -INF, 1.0], 1.0, 2),
+        ([INF, INF, INF, 2.0, 4.0, 9.0], 4.0, 3),
         ([1e308, 1e308, 1e308], 1e308, 0),  # only their sum is too large
         ([7.0, 3.0], 5.0, 0),
-    ):
-        history = filled(values)
-        assert (history.median(100), history.count_not_finite(100)) == (median, left_out)
-    for values in ([inf, nan], [nan, inf], [nan, inf, -inf]):  # the newest, if none is finite
-        assert repr(filled(values).median(100)) == repr(values[-1])
-        assert filled(values).count_not_finite(100) == len(values)
-    history = filled([inf, 1.0, 2.0])  # outside of the window
-    assert (history.median(2), history.count_not_finite(2)) == (1.5, 0)
+    ],
+)
+def test_a_median_is_of_the_finite_values_wherever_the_others_stand_and_the_others_are_counted(
+    values, median, left_out
+):
+    history = filled(values)
+    assert history.median(100) == median
+    assert history.count_not_finite(100) == left_out
+
+
+@pytest.mark.parametrize(
+    ("values", "newest"),
+    [
+        ([INF, NAN], NAN),
+        ([NAN, INF], INF),
+        ([NAN, INF, -INF], -INF),
+    ],
+)
+def test_a_median_is_the_newest_value_if_none_is_finite(values, newest):
+    assert filled(values).median(100) == pytest.approx(newest, nan_ok=True)
+    assert filled(values).count_not_finite(100) == len(values)
+
+
+def test_a_value_outside_of_the_window_is_not_counted():
+    history = filled([math.inf, 1.0, 2.0])
+    assert history.median(2) == 1.5
+    assert history.count_not_finite(2) == 0
 
 
 def test_a_mean_has_every_value_so_one_that_is_not_finite_shows_in_it():
     history = filled([1.0, math.inf, 3.0])
-    assert (history.avg(1), history.avg(3), history.global_avg()) == (3.0, math.inf, math.inf)
+    assert history.avg(1) == 3.0
+    assert history.avg(3) == math.inf
+    assert history.global_avg() == math.inf
     assert math.isnan(filled([1.0, math.nan]).global_avg())
 
 
-def test_a_window_counts_iterations_and_not_values():
-    for iterations, counts in (
+@pytest.mark.parametrize(
+    ("iterations", "counts"),
+    [
         ([0, 1, 2, 3, 4, 5], {3: 3, 100: 6}),
         ([0, 1, 2, 2, 2, 5], {3: 1}),
         ([0, 1, 2, 3, 3, 3], {2: 4}),
         ([0, 10, 20, 29, 29, 30], {10: 3, 11: 4, 31: 6}),
-    ):
-        history = HistoryBuffer()
-        for iteration in iterations:
-            history.update(0.0, iteration)
-        assert {window: history.count_within(window) for window in counts} == counts
+    ],
+)
+def test_a_window_counts_iterations_and_not_values(iterations, counts):
+    history = HistoryBuffer()
+    for iteration in iterations:
+        history.update(0.0, iteration)
+    assert {window: history.count_within(window) for window in counts} == counts
 
 
 def read(history):
@@ -98,10 +127,12 @@ def test_a_history_goes_on_bit_for_bit_after_a_round_trip_whatever_it_has_droppe
     second.load_state_dict(state)
     shorter = HistoryBuffer(max_length=1)
     shorter.load_state_dict(state)
-    assert (shorter.values(), shorter.global_avg()) == (first.values()[-1:], first.global_avg())
+    assert shorter.values() == first.values()[-1:]
+    assert shorter.global_avg() == first.global_avg()
     assert read(second) == read(first)
     for history in (first, second):
         history.update(math.pi)
         history.update(0.7, iteration=1000)
     assert read(second) == read(first)
-    assert (len(state["values"]), state["count"]) == (min(count, 10), count)  # a copy
+    assert len(state["values"]) == min(count, 10)
+    assert state["count"] == count  # a copy

@@ -45,11 +45,9 @@ def test_scalars_are_kept_with_the_iteration_in_which_they_were_put_and_others_r
         storage.put_scalar("iteration", 1.0)
     assert storage.history("loss").values() == [(2.0, 3), (4.0, 7)]
     assert storage.latest() == {"loss": (4.0, 7), "lr": (0.5, 7), "late": (1.0, 5)}
-    assert (storage.iter, storage.iteration, type(storage.history("loss").values()[0][0])) == (
-        8,
-        8,
-        float,
-    )
+    assert storage.iter == 8
+    assert storage.iteration == 8
+    assert type(storage.history("loss").values()[0][0]) is float
     with pytest.raises(
         KeyError, match=r"no scalar is called 'c'; there are \['late', 'loss', 'lr'\]"
     ):
@@ -72,11 +70,9 @@ def test_smoothing_is_the_median_over_the_last_iterations_and_not_over_the_last_
         "lr": (59.0, 59),
         "new": (5.0, 1000),
     }
-    assert [storage.count_samples(*of) for of in (("each", 20), ("tenth", 20), ("tenth", 21))] == [
-        20,
-        2,
-        3,
-    ]
+    assert storage.count_samples("each", 20) == 20
+    assert storage.count_samples("tenth", 20) == 2
+    assert storage.count_samples("tenth", 21) == 3
     assert storage.smoothing_hints() == {"each": True, "tenth": True, "lr": False, "new": True}
 
 
@@ -111,18 +107,21 @@ def test_images_and_histograms_that_no_writer_takes_are_bounded():
         storage.put_histogram("histogram", torch.zeros(1), bins=1)
     newest = list(range(50, 150))
     assert [image.iter for image in storage.images()] == newest
-    assert (storage.images()[0].name, storage.images()[0].tensor is picture) == ("image", True)
+    assert storage.images()[0].name == "image"
+    assert storage.images()[0].tensor is picture
     assert [histogram.iter for histogram in storage.histograms()] == newest
     storage.clear_images()
     storage.clear_histograms()
-    assert (storage.images(), storage.histograms()) == ([], [])
+    assert storage.images() == []
+    assert storage.histograms() == []
 
 
 def test_a_histogram_of_a_tensor_of_any_shape_counts_every_element():
     storage = EventStorage(start_iter=9)
     storage.put_histogram("weight", torch.arange(6.0, requires_grad=True).reshape(3, 2), bins=5)
     [histogram] = storage.histograms()
-    assert (histogram.name, histogram.iter) == ("weight", 9)
+    assert histogram.name == "weight"
+    assert histogram.iter == 9
     numbers = {"min": 0.0, "max": 5.0, "num": 6, "sum": 15.0, "sum_squares": 55.0}
     buckets = {
         "bucket_limits": [1.0, 2.0, 3.0, 4.0, 5.0],
@@ -140,15 +139,21 @@ def test_a_histogram_is_of_the_finite_values_and_says_its_name_where_there_are_o
         storage.put_histogram("none", nothing)
     first, second = storage.histograms()
     assert first.raw == {
-        **{"min": 1.0, "max": 3.0, "num": 3, "sum": 6.0, "sum_squares": 14.0},
-        **{"bucket_limits": [2.0, 3.0], "bucket_counts": [1.0, 2.0]},
+        "min": 1.0,
+        "max": 3.0,
+        "num": 3,
+        "sum": 6.0,
+        "sum_squares": 14.0,
+        "bucket_limits": [2.0, 3.0],
+        "bucket_counts": [1.0, 2.0],
     }
-    assert (second.name, second.raw["num"], second.raw["sum"]) == ("some", 1, 0.0)
-    assert caplog.messages == [
-        "The histogram 'some' leaves out values that are not finite",
-        "The histogram 'none' has no finite value, so it is left out",
-        "The histogram 'none' leaves out values that are not finite",
-    ]
+    assert second.name == "some"
+    assert second.raw["num"] == 1
+    assert second.raw["sum"] == 0.0
+    some, nothing_left, none = caplog.messages
+    assert "'some' leaves out values" in some
+    assert "'none' has no finite value" in nothing_left
+    assert "'none' leaves out values" in none
     for wrong in (torch.ones(2, dtype=torch.complex64), ["a"], None):
         with pytest.raises(ValueError, match="histogram 'wrong' "):
             storage.put_histogram("wrong", wrong)
@@ -156,19 +161,29 @@ def test_a_histogram_is_of_the_finite_values_and_says_its_name_where_there_are_o
         storage.put_histogram("wrong", torch.ones(2), bins=0)
 
 
-def test_an_image_of_another_shape_or_type_is_refused_by_its_name():
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(4, 4),
+        torch.zeros(5, 4, 3),
+        torch.zeros(1, 3, 4, 4),
+        torch.zeros(2, 4, 4),
+        torch.zeros(3, 0, 4),
+        torch.zeros(0),
+        torch.zeros(3, 4, 4, dtype=torch.int64),
+        torch.zeros(3, 2, 2, dtype=torch.complex64),
+        np.zeros((4, 4)),
+        None,
+        "picture",
+    ],
+)
+def test_an_image_of_another_shape_or_type_is_refused_by_its_name(wrong):
     storage = EventStorage()
-    for wrong in (
-        *(torch.zeros(4, 4), torch.zeros(5, 4, 3), torch.zeros(1, 3, 4, 4), torch.zeros(2, 4, 4)),
-        *(torch.zeros(3, 0, 4), torch.zeros(0), torch.zeros(3, 4, 4, dtype=torch.int64)),
-        *(np.zeros((4, 4)), torch.zeros(3, 2, 2, dtype=torch.complex64), None, "picture"),
+    with (
+        pytest.raises(ValueError, match="image 'head/wrong' .*(accepted: |must be a tensor)"),
+        storage.name_scope("head"),
     ):
-        with (
-            pytest.raises(ValueError, match="image 'head/wrong' ") as raised,
-            storage.name_scope("head"),
-        ):
-            storage.put_image("wrong", wrong)
-        assert "accepted: " in str(raised.value) or "must be a tensor" in str(raised.value)
+        storage.put_image("wrong", wrong)
     assert storage.images() == []
 
 
@@ -181,9 +196,9 @@ def test_pixels_that_are_not_finite_are_shown_as_0_or_1_and_the_image_is_named(c
     shown = [each.tensor.flatten().tolist() for each in storage.images()]
     assert shown == [expected, expected, expected, [0.0, 1.0, 0.0, 1.0]]
     assert image.isnan().any()  # the caller's is left as it is
-    assert caplog.messages == [
-        "The image 'image' has pixels that are not finite; they are shown as 0 or 1"
-    ]
+    [text] = caplog.messages
+    assert "'image'" in text
+    assert "not finite" in text
 
 
 def test_name_scope_applies_to_scalars_images_and_histograms_and_is_left_by_an_exception():
@@ -343,10 +358,8 @@ def test_a_storage_goes_on_bit_for_bit_after_a_round_trip(with_worker):
         second.load_state_dict(through_a_file(state))
 
         # the iteration is the loop's
-        assert (read_all(second), second.iter) == (
-            read_all(first),
-            9,
-        )
+        assert read_all(second) == read_all(first)
+        assert second.iter == 9
         put(first, range(33, 41))
         assert read_all(second) != read_all(first)
         put(second, range(33, 41))

@@ -34,7 +34,8 @@ def test_setting_up_again_never_doubles_a_line_and_closing_ends_it(tmp_path, cap
     assert messages(capsys.readouterr().out) == ["once"]
     assert (tmp_path / "log.txt").read_text() == ""
     assert messages((tmp_path / "new" / "b.log").read_text()) == ["once"]
-    assert (logger.level, logger.propagate) == (logging.NOTSET, True)
+    assert logger.level == logging.NOTSET
+    assert logger.propagate is True
 
 
 def test_rank_0_writes_to_stdout_and_each_rank_to_its_file(tmp_path, capsys, caplog):
@@ -53,11 +54,11 @@ def test_rank_0_writes_to_stdout_and_each_rank_to_its_file(tmp_path, capsys, cap
     assert caplog.messages == ["passed on"]
 
 
-def test_a_line_names_the_level_and_the_logger_on_stdout_by_its_last_word(tmp_path, capsys):
+def test_a_line_names_the_level_and_in_the_file_or_with_a_short_name_the_logger(tmp_path, capsys):
     logger = setup_logger(tmp_path, name=NAME, stdout_level="INFO").getChild("a.part")
     logger.debug("only in the file")
     logger.warning("a %s", "b")
-    assert capsys.readouterr().out[15:] == " part] WARNING: a b\n"
+    assert capsys.readouterr().out[15:] == "] WARNING: a b\n"
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line[15:] for line in lines] == [
         f" {NAME}.a.part]: only in the file",
@@ -66,6 +67,34 @@ def test_a_line_names_the_level_and_the_logger_on_stdout_by_its_last_word(tmp_pa
     setup_logger(name=NAME, abbrev_name="short")
     logger.info("text")
     assert capsys.readouterr().out[15:] == " short.a.part]: text\n"
+
+
+def test_stdout_breaks_a_message_of_one_line_between_its_fields_or_words(tmp_path, capsys):
+    logger = setup_logger(tmp_path, name=NAME)
+    exactly = "a" * 49 + " " + "b" * 52  # with "[11/29 17:00:00]: " 120 columns
+    fields = f"after 1/2  {'loss: 0.25  ' * 8}lr: 0.001"
+    path = "/long" * 30
+    table = "Results:\n" + "a column  " * 20
+    for message in (exactly, exactly + "c", fields, f"Saving to {path}, after 1 iteration", table):
+        logger.info(message)
+    lines = capsys.readouterr().out.split("\n")
+    heads = [line.startswith("[") for line in lines]
+    lines = [line[18:] if has_head else line for line, has_head in zip(lines, heads, strict=True)]
+    assert lines == [
+        exactly,
+        "a" * 49,
+        "    " + "b" * 52 + "c",
+        f"after 1/2  {'loss: 0.25  ' * 7}".rstrip(),
+        "    loss: 0.25  lr: 0.001",
+        "Saving to",
+        f"    {path},",
+        "    after 1 iteration",
+        "Results:",
+        "a column  " * 20,
+        "",
+    ]
+    assert len(exactly) + len("[11/29 17:00:00]: ") == 120
+    assert len((tmp_path / "log.txt").read_text().splitlines()) == 6  # not broken
 
 
 def test_a_run_goes_on_if_stdout_cannot_be_written_and_stderr_says_so(
@@ -82,15 +111,20 @@ def test_a_run_goes_on_if_stdout_cannot_be_written_and_stderr_says_so(
     assert messages((tmp_path / "log.txt").read_text()) == ["text"]
 
 
-def test_a_run_shows_its_lines_if_nobody_has_configured_logging(monkeypatch, capsys):
-    for handlers, lines in (
+@pytest.mark.parametrize(
+    ("handlers", "lines"),
+    [
         ([logging.NullHandler()], []),
-        ([], ["Training from iteration 0 to 2", "after 2 of 2 iterations  a: 1 "]),
-    ):
-        monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
-        hooks = [PeriodicWriter([CommonMetricPrinter(2)])]
-        Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 2)
-        assert messages(capsys.readouterr().out) == lines
+        ([], ["Training starts after 0 of 2 iterations", "after 2/2  a: 1"]),
+    ],
+)
+def test_a_run_shows_its_lines_if_nobody_has_configured_logging(
+    handlers, lines, monkeypatch, capsys
+):
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    hooks = [PeriodicWriter([CommonMetricPrinter(2)])]
+    Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 2)
+    assert messages(capsys.readouterr().out) == lines
 
 
 def test_a_level_that_the_program_has_set_stays():

@@ -22,18 +22,22 @@ from trainkit.utils.periods import (
 )
 
 
-def every_n(done, n, start=0):
-    """The rule that OpenMMLab states for epochs and iterations, counted from 1; what comes first is never the 0th."""
-    return n > 0 and done - start >= 0 and (done - start) % n == 0
+@pytest.mark.parametrize("period", range(1, 8))
+@pytest.mark.parametrize("start", range(12))
+def test_the_rule_is_that_of_openmmlab_for_every_period_and_offset(period, start):
+    """Counted from 1: after ``start`` and each ``period`` iterations that follow it."""
+    expected = {*range(start, 30, period)} - {0}
+    assert {done for done in range(1, 30) if is_nth(done, period, start)} == expected
 
 
-def test_the_rule_is_that_of_openmmlab_for_every_period_and_offset():
-    cases = [(done, n, start) for done in range(1, 30) for n in range(-1, 8) for start in range(12)]
-    assert [is_nth(*case) for case in cases] == [every_n(*case) for case in cases]
-    assert [periods_done(done, 3, 5) for done in (4, 5, 7, 8)] == [-1, 0, 0, 1]
-    assert [is_nth(*case) for case in cases] != [
-        every_n(done, n, start + 1) for done, n, start in cases
-    ]
+@pytest.mark.parametrize("period", [-1, 0])
+def test_nothing_happens_every_0_iterations(period):
+    assert not any(is_nth(done, period, start) for done in range(1, 30) for start in range(12))
+
+
+@pytest.mark.parametrize(("done", "expected"), [(4, -1), (5, 0), (7, 0), (8, 1)])
+def test_periods_are_counted_from_the_offset(done, expected):
+    assert periods_done(done, 3, 5) == expected
 
 
 def trainer_at(iter, max_iter=10, iters_per_epoch=3):
@@ -77,44 +81,83 @@ def test_a_period_that_is_not_whole_ends_at_its_rounded_multiples(per_epoch):
     ]
 
 
-def test_no_period_ends_before_the_first_iteration_and_progress_is_said_in_words():
-    assert not any(
-        is_nth(done, period) for done in (0, -3) for period in (3, Period(Fraction(3, 2)))
-    )
-    said = say_done(1), say_done(2), say_done(0, 1), say_done(1, 2)
-    assert said == (
-        "after 1 iteration",
-        "after 2 iterations",
-        "after 0 of 1 iteration",
-        "after 1 of 2 iterations",
-    )
+@pytest.mark.parametrize("period", [3, Period(Fraction(3, 2))])
+def test_no_period_ends_before_the_first_iteration(period):
+    assert not is_nth(0, period)
+    assert not is_nth(-3, period)
 
 
-def test_anything_else_is_refused_by_the_name_of_the_argument():
-    for period, minimum in ((-1, 0), (0, 1), (2.0, 0), ("2", 0), (True, 0)):
-        message = f"eval_period must be a whole number >= {minimum}, got {period!r}"
-        with pytest.raises(ValueError, match=message):
-            check_period("eval_period", period, minimum=minimum)
+@pytest.mark.parametrize(
+    ("progress", "said"),
+    [
+        ((1,), "after 1 iteration"),
+        ((2,), "after 2 iterations"),
+        ((0, 1), "after 0 of 1 iteration"),
+        ((1, 2), "after 1 of 2 iterations"),
+    ],
+)
+def test_progress_is_said_in_words(progress, said):
+    assert say_done(*progress) == said
+
+
+@pytest.mark.parametrize(
+    ("period", "minimum"),
+    [
+        (-1, 0),
+        (0, 1),
+        (2.0, 0),
+        ("2", 0),
+        (True, 0),
+    ],
+)
+def test_anything_else_is_refused_by_the_name_of_the_argument(period, minimum):
+    with pytest.raises(ValueError, match=rf"eval_period .* >= {minimum}, got {period!r}"):
+        check_period("eval_period", period, minimum=minimum)
 
 
 def test_a_period_with_a_fraction_does_not_drift_and_is_readable():
     period = as_period(Fraction(10, 3))
-    assert (as_period(Fraction(6, 2)), str(period)) == (3, "3.333 iterations")
+    assert as_period(Fraction(6, 2)) == 3
+    assert str(period) == "3.333 iterations"
     assert [done for done in range(1, 12) if is_nth(done, period)] == [3, 7, 10]
     assert copy.deepcopy(period) == pickle.loads(pickle.dumps(period)) == period
     assert check_period("period", period, minimum=1) is period
 
 
-def test_a_length_is_rounded_to_at_least_one_iteration_but_for_zero():
-    lengths = [0, Fraction(0), Fraction(1, 3), Period(Fraction(7, 3)), Fraction(7, 2), 5]
-    assert [round_length(length) for length in lengths] == [0, 0, 1, 2, 4, 5]
-    assert {type(round_length(length)) for length in lengths} == {int}
+@pytest.mark.parametrize(
+    ("length", "rounded"),
+    [
+        (0, 0),
+        (Fraction(0), 0),
+        (Fraction(1, 3), 1),
+        (Period(Fraction(7, 3)), 2),
+        (Fraction(7, 2), 4),
+        (5, 5),
+    ],
+)
+def test_a_length_is_rounded_to_at_least_one_iteration_but_for_zero(length, rounded):
+    assert round_length(length) == rounded
+    assert type(round_length(length)) is int
 
 
-def test_times_have_units_and_other_texts_are_errors():
-    texts = ["150m", "30min", "0.25d", "1h 3600s", "1d12h", "1h 1min 1s"]
-    seconds = [9000, 1800, 21600, 7200, 129600, 3661]
-    assert [parse_time(text, "MAX_TIME") for text in texts] == seconds
-    for wrong in ("23", "h", "3x", "0h", "3h later", "3 h", "", -1, None, 3):
-        with pytest.raises(ConfigError, match="MAX_TIME: got .*; accepted: a time above 0, such"):
-            parse_time(wrong, "MAX_TIME")
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("150m", 9000),
+        ("30min", 1800),
+        ("0.25d", 21600),
+        ("1h 3600s", 7200),
+        ("1d12h", 129600),
+        ("1h 1min 1s", 3661),
+    ],
+)
+def test_times_have_units(text, seconds):
+    assert parse_time(text, "MAX_TIME") == seconds
+
+
+@pytest.mark.parametrize(
+    "wrong", ["23", "h", "3x", "0h", "3h later", "3 h", "", -1, None, 3], ids=repr
+)
+def test_another_text_for_a_time_is_an_error(wrong):
+    with pytest.raises(ConfigError, match="MAX_TIME: got .*; accepted: a time above 0"):
+        parse_time(wrong, "MAX_TIME")

@@ -1,7 +1,7 @@
 """Checkpoints: written completely or not at all, verified when loaded, and rotated."""
 
-from trainkit.checkpoint.atomic import CheckpointError
 from trainkit.checkpoint.checkpointer import Checkpointer
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.format import FORMAT_REGISTRY, CheckpointFormat
 from trainkit.checkpoint.periodic import PeriodicCheckpointer
 from trainkit.utils.plugins import lending

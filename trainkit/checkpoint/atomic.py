@@ -7,36 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from trainkit.utils.errors import ConfigError
+from trainkit.checkpoint.errors import CheckpointError
 
 _SUFFIX = ".trainkit-tmp"
 _being_written: list[str] = []  # names of temporary files of this process
-
-
-class CheckpointError(OSError):
-    """A checkpoint cannot be written, found, read or applied.
-
-    The message names the file and the reason.
-    """
-
-
-@contextlib.contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Context that loads ``what``, a part of a checkpoint.
-
-    Any error becomes a CheckpointError that names it. A file may come from anybody, and a state
-    that does not fit raises errors of any type. A ConfigError and a NotImplementedError stay as
-    they are: they are about the config and the program, not the file.
-    """
-    try:
-        yield
-    except (ConfigError, NotImplementedError):
-        raise
-    except CheckpointError as error:
-        raise CheckpointError(f"{what} does not fit: {error}") from error
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{what} does not fit ({reason})") from error
 
 
 @contextlib.contextmanager

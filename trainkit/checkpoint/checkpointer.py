@@ -14,13 +14,8 @@ from fvcore.common.checkpoint import _filter_reused_missing_keys
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.checkpoint.atomic import (
-    CheckpointError,
-    loading,
-    remove_leftovers,
-    sync_folder,
-    write_text,
-)
+from trainkit.checkpoint.atomic import remove_leftovers, sync_folder, write_text
+from trainkit.checkpoint.errors import CheckpointError, loading
 from trainkit.checkpoint.file import (
     SUFFIX,
     UnwritableError,
@@ -38,7 +33,7 @@ from trainkit.checkpoint.folder import (
     tagged_file,
 )
 from trainkit.checkpoint.format import CheckpointFormat, format_of, make_format
-from trainkit.checkpoint.mirror import after_save, local_folder
+from trainkit.checkpoint.mirror import local_folder, tell_mirrors
 from trainkit.checkpoint.optimizer_groups import describe_groups, names_in
 from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.checkpoint.ranks import gather_rank_states, take_rank_state, together
@@ -103,7 +98,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         self._is_folder_prepared = False
         self._is_strict = False  # of the current load, for `_load_model`
         self._writing: futures.Future[None] | None = None
-        self._run_id = ""  # of this run; "" if the folder says it
+        # the id of a new run, or of one loaded from elsewhere, until its first tagged save has
+        # taken the folder; "" if the folder's file says it
+        self._run_id = ""
 
     def save(
         self,
@@ -147,11 +144,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             self._prepare_folder()
         takes_folder = False
         if self.save_to_disk:
-            progress = ""
-            if isinstance(kwargs.get("iteration"), int):
-                # iterations count from 0, also in the name of the file
-                progress = f", {say_done(kwargs['iteration'] + 1)}"
-            _logger.info("Saving checkpoint to %s%s", path, progress)
+            _logger.info("Saving checkpoint to %s%s", path, _progress(kwargs.get("iteration")))
             run_id_of_folder = read_run_id(self.save_dir)
             self._run_id = self._run_id or run_id_of_folder or new_run_id()
             takes_folder = tag_last and run_id_of_folder != self._run_id
@@ -257,7 +250,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         sync_folder(self.save_dir)
         if on_commit is not None:
             on_commit()
-        after_save(self.save_dir)
+        tell_mirrors(self.save_dir)
 
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Make ``resume_or_load`` start from this file of ``save_dir``."""
@@ -492,7 +485,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         groups = state.pop("optimizer_groups", {})
         for key in keys:
             with loading(f"'{path}': its entry {key!r}"):
-                self._check(key, state[key], groups)
+                self._check_entry(key, state[key], groups)
         with loading(f"'{path}': its entry 'model'"):
             incompatible = self._load_model(state)
             if incompatible is not None:
@@ -500,15 +493,15 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         state.pop("model", None)
         for key in keys:
             with loading(f"'{path}': its entry {key!r}"):
-                self._load(key, state.pop(key), groups)
-        _logger.info("Loaded %s", path)
+                self._load_entry(key, state.pop(key), groups)
+        _logger.info("Loaded %s%s", path, _progress(state.get("iteration")))
         return state
 
     def _only_evaluates(self, keys: list[str]) -> bool:
         """Whether the model is loaded for evaluation, not for training."""
         return all(getattr(self.checkpointables[key], "only_evaluates", False) for key in keys)
 
-    def _check(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
+    def _check_entry(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
         """Raises CheckpointError if a state does not fit.
 
         This finds what can be known before anything is loaded.
@@ -554,13 +547,18 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             text = "The model does not have these weights of the checkpoint: %s"
             _logger.warning(text, ", ".join(sorted(map(str, incompatible.unexpected_keys))))
 
-    def _load(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
+    def _load_entry(self, key: str, state: Any, groups: Mapping[str, Any]) -> None:
         obj = self.checkpointables[key]
         if not isinstance(obj, Optimizer):
             obj.load_state_dict(state)
             return
         adapt = getattr(self.model, "optimizer_state_to_load", None)
         load_optimizer(obj, state, groups.get(key, []), self._parameter_names(), adapt)
+
+
+def _progress(iteration: object) -> str:
+    """The progress at the save, for a log line; iterations count from 0, as in names of files."""
+    return f", {say_done(iteration + 1)}" if isinstance(iteration, int) else ""
 
 
 def _what_to_load(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, read_file
 from trainkit.checkpoint.format import format_of
 from trainkit.utils.file_io import refuse_pipe

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.atomic import CheckpointError, replacing
+from trainkit.checkpoint.atomic import replacing
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.utils.file_io import refuse_pipe
 
 SUFFIX = ".pth"

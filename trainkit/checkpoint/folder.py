@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.file import SUFFIX, read_file
 from trainkit.checkpoint.mirror import mirror_of
 from trainkit.utils.file_io import refuse_pipe
@@ -51,6 +51,7 @@ def candidates(folder: str, read: Callable[[str], Any] = read_file) -> Iterator[
 
     First the file that ``last_checkpoint`` names, then the earlier ones of the same run, the newest
     first, then later ones, which the run has left behind. At the end, those that cannot be read.
+    A folder that stands for a remote address is filled from there first.
 
     Args:
         read: returns the content of a file in another format than that of torch.

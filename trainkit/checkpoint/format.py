@@ -120,7 +120,8 @@ def format_of(state: Mapping[str, Any]) -> CheckpointFormat:
 def owner_of_part(folder: str) -> str:
     """The name of the checkpoint file to which a folder of this name belongs.
 
-    ``""`` if no format makes such a folder.
+    ``""`` if no format of a plug-in makes such a folder. Folders of a format that a program has
+    registered itself are not known here, so nothing removes them.
     """
     match = _PART_FOLDER.fullmatch(folder)
     if match is None or match[2] not in find_plugins().formats:

@@ -62,7 +62,7 @@ def mirror_of(folder: str) -> Mirror | None:
     return _mirrors.get(folder)
 
 
-def after_save(folder: str) -> None:
+def tell_mirrors(folder: str) -> None:
     """Tell all mirrors that a checkpoint was saved: the run may have another folder."""
     for mirror in list(_mirrors.values()):  # another run in a thread may add one
         mirror.after_save(folder)

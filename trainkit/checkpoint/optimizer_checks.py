@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.optimizer_groups import torch_class_of
 from trainkit.checkpoint.optimizer_match import REMEDY
 from trainkit.utils.periods import is_number

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.checkpoint.atomic import CheckpointError
+from trainkit.checkpoint.errors import CheckpointError
 from trainkit.checkpoint.file import ORDINARY, plain_state
 from trainkit.utils import comm
 from trainkit.utils.device import new_event, runs_ahead, wait_for
@@ -105,7 +105,7 @@ def take_rank_state(state: dict[str, Any], parts: Any, path: str) -> None:
             _logger.warning(
                 "'%s' holds no states of several ranks; each takes those of rank 0", path
             )
-    elif len(parts) == world_size:
+    elif len(parts) == world_size:  # else this rank has no part; the trainer says what differs
         own_part = parts[comm.get_data_rank()]
         for key, entries in own_part.items():
             if isinstance(state.get(key), dict):

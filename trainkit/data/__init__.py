@@ -15,7 +15,7 @@ from trainkit.data.catalog import DatasetCatalog
 from trainkit.data.common import DatasetFromList, MapDataset
 from trainkit.data.fetch import trivial_batch_collator
 from trainkit.data.loader import ResumableLoader
-from trainkit.data.protocol import epoch_length, iters_per_epoch, resume_obstacle
+from trainkit.data.protocol import batches_per_epoch, resume_obstacle
 from trainkit.data.samplers import InferenceSampler, InfiniteSampler, TrainingSampler
 from trainkit.data.workers import worker_init_reset_seed
 from trainkit.utils.plugins import lending
@@ -33,8 +33,7 @@ __all__ += [
     "InfiniteSampler",
     "InferenceSampler",
     "resume_obstacle",
-    "epoch_length",
-    "iters_per_epoch",
+    "batches_per_epoch",
 ]
 
 __getattr__, __dir__ = lending(__name__)

@@ -1,4 +1,4 @@
-"""Datasets that wrap other datasets."""
+"""Datasets that wrap other datasets, and a loader that gives only some batches."""
 
 import copy
 import io

@@ -90,7 +90,11 @@ class ResumableLoader(DataLoader[Any]):
         self._inside = self._make_inside(kwargs)
 
     def _make_inside(self, kwargs: dict[str, Any]) -> DataLoader[Any] | None:
-        """torch's loader of `Batches` or `Stream`; None: this loader itself is as torch's."""
+        """The loader of torch that does the work.
+
+        It loads `Batches`, for a dataset with indices, or a `Stream` that is told its epoch. None:
+        this loader itself works as torch's, for single samples and other streams.
+        """
         listeners: list[Any] = []
         if not self._order.is_test:
             listeners = listeners_in(self.dataset)

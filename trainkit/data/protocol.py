@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, Protocol, TypeGuard
 
-from trainkit.utils.periods import round_length
-
 
 class WithPosition(Protocol):
     """A loader, or a sampler, whose position can be saved.
@@ -34,15 +32,7 @@ def resume_obstacle(loader: Iterable[Any]) -> str:
     )
 
 
-def iters_per_epoch(loader: Any) -> int | None:
-    """`epoch_length`, rounded."""
-    length = epoch_length(loader)
-    if length is None:
-        return None
-    return round_length(length)
-
-
-def epoch_length(loader: Any) -> int | Fraction | None:
+def batches_per_epoch(loader: Any) -> int | Fraction | None:
     """Batches per pass over the data; None for a stream without a length.
 
     With an endless sampler it may be a fraction. A loader may have an attribute
@@ -53,10 +43,10 @@ def epoch_length(loader: Any) -> int | Fraction | None:
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # an endless sampler, a stream
-        return _epoch_length_of_endless(loader)
+        return _batches_of_endless(loader)
 
 
-def _epoch_length_of_endless(loader: Any) -> Fraction | None:
+def _batches_of_endless(loader: Any) -> Fraction | None:
     batch_sampler = getattr(loader, "batch_sampler", None)
     batch_size = getattr(batch_sampler, "batch_size", None)
     sampler: Any = getattr(batch_sampler, "sampler", None)

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from fvcore.common.checkpoint import Checkpointer
+from fvcore.common.checkpoint import Checkpointer as FvcoreCheckpointer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainkit.checkpoint.atomic import loading
+from trainkit.checkpoint.errors import loading
 from trainkit.checkpoint.optimizer_groups import describe_groups
 from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.utils.device import unwrap_model
@@ -51,13 +51,14 @@ def stateful_attributes(trainer: Any, *, private: bool = False) -> dict[str, Any
     return found
 
 
-def checkpointers_of(trainer: Any) -> list[Checkpointer]:
+def checkpointers_of(trainer: Any) -> list[FvcoreCheckpointer]:
     """The checkpointers that are attributes of the trainer or of its hooks."""
     owners = [trainer, *trainer.hooks]
-    found: list[Checkpointer] = []
+    found: list[FvcoreCheckpointer] = []
     for owner in owners:
         for value in vars(owner).values():
-            if isinstance(value, Checkpointer) and all(value is not other for other in found):
+            is_new = all(value is not other for other in found)
+            if isinstance(value, FvcoreCheckpointer) and is_new:
                 found.append(value)
     return found
 

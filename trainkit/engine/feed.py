@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from trainkit.data.protocol import epoch_length, resume_obstacle
+from trainkit.data.protocol import batches_per_epoch, resume_obstacle
 from trainkit.utils.device import move_to_device
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,6 @@ class Feed:
             datasets the epoch.
         watchers: functions that are called with each batch, such as one that counts samples.
     """
-
-    num_passes = 0
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -116,7 +114,7 @@ class Feed:
         Raises:
             ValueError: the data has no length.
         """
-        batches = epoch_length(self._loader)
+        batches = batches_per_epoch(self._loader)
         if batches is None:
             kind = type(self._loader).__name__
             raise ValueError(

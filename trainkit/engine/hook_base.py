@@ -76,7 +76,7 @@ class HookBase:
         """Before the first iteration of an epoch; not in a run that is resumed inside it."""
 
     def before_step(self) -> None:
-        """Before each iteration; keep it cheap, since the time of a step starts after it."""
+        """Before each iteration; its time counts in the time of the step."""
 
     def after_backward(self) -> None:
         """When all gradients of an iteration are computed, unscaled and not yet clipped."""
@@ -119,9 +119,9 @@ class HookBase:
         """
 
     def after_load(self, state: dict[str, Any]) -> None:
-        """After a checkpoint is read, before anything is loaded from it.
+        """Before anything of a checkpoint is loaded, after its file is read.
 
-        ``state["model"]`` holds the weights.
+        ``state["model"]`` holds the weights; changes of the dict ``state`` are loaded.
         """
 
     def after_failure(self, error: BaseException) -> None:

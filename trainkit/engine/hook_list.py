@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from trainkit.checkpoint.atomic import loading
+from trainkit.checkpoint.errors import loading
 from trainkit.engine.hook_base import EPOCH_POINTS, HOOK_POINTS, SAVE_POINT, HookBase, Priority
 from trainkit.utils import comm
 from trainkit.utils.errors import ConfigError
@@ -318,7 +318,10 @@ def overrides(hook: HookBase | type[HookBase], point: str) -> bool:
 
 
 def own_sort_key(hook: HookBase) -> int:
-    """The number of a hook's own priority; only a class may choose -1 (timer) and 101 (writers)."""
+    """The number of a hook's own priority.
+
+    It may also be -1 (the timer) or 101 (writers), which `register_hooks` does not take.
+    """
     return sort_key(hook.priority, -1, 101)
 
 

@@ -31,7 +31,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # "True": the process that starts the ranks has the store
 _SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _NUM_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-_STOPPED = (143, 129, 130, 138)  # exit codes after SIGTERM, SIGHUP, SIGINT and SIGUSR1
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+_STOPPED = tuple(128 + number for number in _SIGNALS)  # exit codes of runs that they have stopped
 
 
 def is_restarted() -> bool:
@@ -229,6 +230,7 @@ def _leave_process_group() -> None:
 
 
 def _num_devices() -> int:
+    """The accelerators of this machine that the host runs ahead of; only these are used."""
     if not accelerator_runs_ahead():
         return 0
     return torch.accelerator.device_count()

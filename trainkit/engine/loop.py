@@ -1,6 +1,6 @@
 """TrainerBase: the loop, which calls the hooks.
 
-It knows nothing about models, data or optimizers.
+It trains nothing itself: models, data and optimizers belong to subclasses.
 """
 
 import logging
@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from trainkit.checkpoint.atomic import CheckpointError, loading
 from trainkit.checkpoint.checkpointer import Checkpointer
+from trainkit.checkpoint.errors import CheckpointError, loading
 from trainkit.checkpoint.optimizer_groups import names_in
 from trainkit.engine.attributes import Attributes, checkpointers_of, stateful_attributes
 from trainkit.engine.finite import raise_failure
@@ -107,6 +107,7 @@ class TrainerBase:
         )
         self.failure: BaseException | None = None
         self.rank_keys = self.own_keys
+        # weak references, since a strong one would keep the trainer alive
         self._hook_list = HookList(weakref.proxy(self))
         self._attributes = Attributes(weakref.proxy(self))
         self._stops = StopRequests()
@@ -256,6 +257,50 @@ class TrainerBase:
                 if error:
                     raise TypeError(f"checkpoints of this run cannot be written: {error}")
 
+    # ------------------------------------------------------------------ the trainer of the steps
+    # The loop calls these methods of `_inner`. A trainer with a model and data overrides them.
+
+    @property
+    def _inner(self) -> "TrainerBase":
+        """The trainer that makes the steps: this one, or that inside a `DefaultTrainer`."""
+        return self
+
+    def share_run(self, owner: "TrainerBase") -> None:
+        """Become the `_inner` of ``owner``, whose hooks are then called."""
+        self._hook_list = owner._hook_list
+        if type(owner).after_backward is not TrainerBase.after_backward:
+            outer = weakref.proxy(owner)
+            self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
+
+    def acts_after_backward(self) -> bool:
+        """Whether a hook or a subclass does anything in ``after_backward``."""
+        # `share_run` sets a function, which has no __func__
+        function = getattr(self.after_backward, "__func__", None)
+        is_overridden = function is not TrainerBase.after_backward
+        return is_overridden or bool(self._hook_list.at["after_backward"])
+
+    def start_run(self) -> None:
+        """Forget the steps of an earlier run; called when a run starts."""
+
+    def make_iterators(self) -> None:
+        """Create the data iterators.
+
+        Called before random state is restored, since a loader may draw random numbers.
+        """
+
+    def end_step(self) -> None:
+        """Release what only hooks above the save point may read."""
+
+    def before_check(self, ranks_agree: bool) -> None:
+        """Called before each `check_finite`.
+
+        Args:
+            ranks_agree: whether every rank calls it, so that they may exchange.
+        """
+
+    def find_failure(self) -> str | None:
+        """What is not finite in the model on this rank, or None."""
+
     # ------------------------------------------------------------------ requests
 
     def request_save(self, name: str, save: Callable[[], object] | None = None) -> None:
@@ -350,7 +395,7 @@ class TrainerBase:
             attributes.check_start()
         if not logger.hasHandlers():  # nobody has configured logging
             setup_logger(distributed_rank=comm.get_rank(), stdout_level=logging.INFO)
-        logger.info("Training from iteration %d to %d", start_iter, max_iter)
+        logger.info("Training starts %s", say_done(start_iter, max_iter))
         self._warn_of_inexact()
 
     def _set_position(self, start_iter: int, max_iter: int) -> None:
@@ -374,7 +419,7 @@ class TrainerBase:
         if self.done > 0:
             what = "trains iterations again" if start_iter < self.done else "skips iterations"
             logger.warning(
-                "This run stands at iteration %d, so train(%d, ...) %s, and its metrics start "
+                "This run has done %d iterations, so train(%d, ...) %s, and its metrics start "
                 "anew. To go on, call train(trainer.next_iter, max_iter)",
                 self.done,
                 start_iter,
@@ -427,7 +472,8 @@ class TrainerBase:
     def _fail(self, error: BaseException) -> None:
         self.status = "failed"
         self.failure = error
-        what = f"Training failed in iteration {self.iter} of 0 to {self.max_iter - 1}"
+        done = say_done(self.done, self.max_iter)
+        what = f"Training failed {done} (in iteration {self.iter}, counted from 0)"
         # the error is raised again, so its traceback is for the log file only
         logger.error("%s: %s: %s", what, type(error).__name__, error)
         logger.debug("%s", what, exc_info=error)
@@ -557,10 +603,10 @@ class TrainerBase:
         if self._inside and not self._has_warned_of_save:
             self._has_warned_of_save = True
             logger.warning(
-                "A hook saves a checkpoint itself, in iteration %d; a run resumed from it is not "
+                "A hook saves a checkpoint itself, %s; a run resumed from it is not "
                 "exact. Call trainer.request_save(name), so that the trainer saves at the save "
                 "point",
-                self.iter,
+                say_done(self.done),
             )
         for hook in self._hook_list.at["before_save"]:
             hook.before_save(state)
@@ -705,50 +751,6 @@ class TrainerBase:
         self._epoch_end = round((number + 1) * length)
         if done == round(number * length):
             self._epoch_start = done
-
-    # ------------------------------------------------------------------ the trainer of the steps
-    # The loop calls these methods of `_inner`. A trainer with a model and data overrides them.
-
-    @property
-    def _inner(self) -> "TrainerBase":
-        """The trainer that makes the steps: this one, or that inside a `DefaultTrainer`."""
-        return self
-
-    def share_run(self, owner: "TrainerBase") -> None:
-        """Become the `_inner` of ``owner``, whose hooks are then called."""
-        self._hook_list = owner._hook_list
-        if type(owner).after_backward is not TrainerBase.after_backward:
-            outer = weakref.proxy(owner)
-            self.after_backward = lambda: outer.after_backward()  # type: ignore[method-assign]
-
-    def acts_after_backward(self) -> bool:
-        """Whether a hook or a subclass does anything in ``after_backward``."""
-        # `share_run` sets a function, which has no __func__
-        function = getattr(self.after_backward, "__func__", None)
-        is_overridden = function is not TrainerBase.after_backward
-        return is_overridden or bool(self._hook_list.at["after_backward"])
-
-    def start_run(self) -> None:
-        """Forget the steps of an earlier run; called when a run starts."""
-
-    def make_iterators(self) -> None:
-        """Create the data iterators.
-
-        Called before random state is restored, since a loader may draw random numbers.
-        """
-
-    def end_step(self) -> None:
-        """Release what only hooks above the save point may read."""
-
-    def before_check(self, ranks_agree: bool) -> None:
-        """Called before each `check_finite`.
-
-        Args:
-            ranks_agree: whether every rank calls it, so that they may exchange.
-        """
-
-    def find_failure(self) -> str | None:
-        """What is not finite in the model on this rank, or None."""
 
     # ------------------------------------------------------------------ state
 

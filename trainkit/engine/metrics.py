@@ -1,6 +1,9 @@
 """The path of a step's losses into the storage.
 
-They are averaged over ranks; if asked for, in a thread of their own.
+`parse_losses` reads what the model has returned. The step gives it to `MetricPath`, which lets the
+trainer judge the numbers, and averages them over ranks; if asked for, in a thread of their own.
+They become rows of the `EventStorage`, whose next reader moves them into a `HistoryBuffer` for each
+name. Writers show the values from there.
 """
 
 import math
@@ -20,12 +23,8 @@ from trainkit.engine.losses import Losses, as_losses
 from trainkit.utils import comm
 from trainkit.utils.comm import tree_sum
 from trainkit.utils.device import new_event, runs_ahead, wait_for
-from trainkit.utils.events.storage import (
-    MAX_ROWS,
-    EventStorage,
-    get_event_storage,
-)
-from trainkit.utils.events.worker import Numbers
+from trainkit.utils.events.numbers import Numbers
+from trainkit.utils.events.storage import MAX_ROWS, EventStorage, get_event_storage
 from trainkit.utils.periods import check_period, is_nth, iterations_of
 
 # names that the trainer, default hooks or writers store
@@ -257,7 +256,10 @@ def _put(
     values: dict[str, Any],
     prefix: str,
 ) -> None:
-    """Add a row to the storage, with the means over all ranks."""
+    """Add a row to the storage, with the means over all ranks.
+
+    Not by `EventStorage.put_scalars`: the trainer's own names need no check in each step.
+    """
     if prefix:
         values = {prefix + name: value for name, value in values.items()}
     times = {"rank_data_time": own_data_time, "data_time": longest_data_time}
@@ -301,7 +303,7 @@ def exchange_rows(
     """Returns rows with the means over ranks, and the failure of each rank.
 
     The ``data_time`` of a row is the longest one. The result is the same on every rank. There is
-    one exchange of a block whose size depends on ``most`` alone. If a rank has failed, or other
+    one exchange of a block whose size depends on ``max_rows`` alone. If a rank has failed, or other
     names, all of them notice this in the exchange and make a second one.
 
     Args:

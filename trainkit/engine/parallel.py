@@ -116,6 +116,7 @@ def settle_buckets(model: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor
     """
     if not isinstance(model, DistributedDataParallel):
         return
+    # the storage takes what the model puts in these passes
     with preserve_rng_state(), EventStorage(), _unchanged(model):
         for _ in range(2):
             loss_of(copy.deepcopy(batch)).backward()

@@ -94,7 +94,10 @@ class NonFinitePolicy:
             )
         if not is_skipped:
             return self.describe(iter, values)
-        return self._describe_skipped(iter, values)
+        failure = self._describe_skipped(iter, values)
+        if not math.isfinite(values["total_loss"]):
+            _drop_not_finite(values)
+        return failure
 
     def describe(self, iter: int, values: dict[str, Any]) -> str | None:
         """What is not finite in an iteration whose update was made."""
@@ -105,17 +108,13 @@ class NonFinitePolicy:
         return None
 
     def _describe_skipped(self, iter: int, values: dict[str, Any]) -> str | None:
+        """Whether too many updates in a row were left out."""
+        if self._skipped_in_row < self.max_in_row:
+            return None
         is_loss_finite = math.isfinite(values["total_loss"])
-        failure = None
-        if self._skipped_in_row >= self.max_in_row:
-            what = "gradients are" if is_loss_finite else "loss is"
-            text = f"; this is update {self._skipped_in_row} in a row that is skipped"
-            failure = describe_failure(what, iter, values, text)
-        if not is_loss_finite:
-            for name, value in list(values.items()):
-                if not math.isfinite(value):
-                    del values[name]  # it would spoil every average
-        return failure
+        what = "gradients are" if is_loss_finite else "loss is"
+        text = f"; this is update {self._skipped_in_row} in a row that is skipped"
+        return describe_failure(what, iter, values, text)
 
     # ------------------------------------------------------------------ state
 
@@ -137,8 +136,14 @@ class IgnoreNonFinite(NonFinitePolicy):
         return None
 
     def _describe_skipped(self, iter: int, values: dict[str, Any]) -> str | None:
-        super()._describe_skipped(iter, values)
         return None
+
+
+def _drop_not_finite(values: dict[str, Any]) -> None:
+    """They would spoil every average."""
+    for name, value in list(values.items()):
+        if not math.isfinite(value):
+            del values[name]
 
 
 POLICIES = {policy.name: policy for policy in (NonFinitePolicy, IgnoreNonFinite)}

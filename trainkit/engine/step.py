@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainkit.checkpoint.atomic import loading
+from trainkit.checkpoint.errors import loading
 from trainkit.checkpoint.optimizer_groups import describe_groups, names_in
 from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
 from trainkit.data.epochs import epoch_listeners, not_reached
@@ -75,7 +75,7 @@ def _until_save_point(name: str, path: str, doc: str) -> Any:
             raise AttributeError(
                 f"trainer.{name} is there in after_backward, and in after_step above the save "
                 "point, since a resumed run starts below; register the hook with a priority of at "
-                "most NORMAL, or before=PeriodicCheckpointer"
+                "most NORMAL, or before=hooks.PeriodicCheckpointer"
             )
         return get(trainer)
 
@@ -98,7 +98,7 @@ class SimpleTrainer(TrainerBase):
         accumulation_steps: micro-batches per iteration.
         policy: what happens to values that are not finite.
         extra: further values of this iteration for the storage, shape ``[]``; `judge_numbers`
-            takes out ``[flag]...``.
+            takes out flags, such as `SKIP_FLAG`.
     """
 
     own_keys = (*TrainerBase.own_keys, "data")
@@ -328,9 +328,9 @@ class SimpleTrainer(TrainerBase):
     def before_update(self) -> None:
         """Call ``after_backward`` of the hooks, and clip."""
         self.after_backward()
-        self.extra = self.judge_gradients(self._losses)
+        self.extra = self.judge_and_clip(self._losses)
 
-    def judge_gradients(self, losses: Any) -> dict[str, Tensor]:
+    def judge_and_clip(self, losses: Any) -> dict[str, Tensor]:
         """Let the policy see the gradients, and clip them; returns ``extra``."""
         extra = self.policy.see_gradients(self.optimizer, self.model, losses)
         extra |= self.flags()
@@ -371,7 +371,7 @@ class SimpleTrainer(TrainerBase):
         storage = self.storage_in_use()
         self.metrics.add(storage, iteration, data_time, losses, self.extra, prefix)
 
-    write_metrics = staticmethod(write_metrics)
+    write_metrics = staticmethod(write_metrics)  # detectron2's name
 
     def update(self) -> None:
         self.policy.update(self.optimizer)

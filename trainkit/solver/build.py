@@ -25,7 +25,7 @@ from trainkit.solver.param_groups import _expand_param_groups as _expand_param_g
 from trainkit.solver.param_groups import get_default_optimizer_params, start_momentum
 from trainkit.solver.param_groups import reduce_param_groups as reduce_param_groups
 from trainkit.utils.errors import ConfigError, look_up, not_accepted, unknown_name
-from trainkit.utils.periods import is_whole
+from trainkit.utils.periods import is_whole, say_done
 from trainkit.utils.registry import Registry
 
 _logger = logging.getLogger(__name__)
@@ -264,12 +264,12 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     # the schedules rise in the warm-up and fall after it, or with GAMMA above 1 rise to the end
     turns = [0, warmup_iters - 1, warmup_iters, max_iter - 1]
     turns = [iter for iter in turns if 0 <= iter < max_iter]
-    advice = "a shorter warm-up, or SOLVER.RESCALE_INTERVAL True: the schedule then starts after it"
+    advice = "use a shorter warm-up, or SOLVER.RESCALE_INTERVAL True"
     warn_if_base_is_not_reached(scheduler, turns, advice)
     base = scheduler.base_lrs[0]
     first_after_warmup = min(warmup_iters, max_iter - 1)
     _logger.info(
-        "The learning rate is %g at the start, and %g after %d iterations of warm-up",
+        "The learning rate is %.3g at the start, and %.3g after %d iterations of warm-up",
         scheduler.schedule(0, base),
         scheduler.schedule(first_after_warmup, base),
         warmup_iters,
@@ -293,12 +293,10 @@ def warn_if_base_is_not_reached(
     if 0 <= largest < 0.99 * base:
         at = min(iter for iter, rate in rates.items() if rate == largest)
         _logger.warning(
-            "The learning rate never reaches %g: the largest is %g, %.3g times this, in iteration "
-            "%d. To change that: %s",
+            "The learning rate never reaches %g: the largest is %.3g, %s; %s",
             base,
             largest,
-            largest / base,
-            at,
+            say_done(at),
             advice,
         )
 
@@ -309,7 +307,7 @@ def _multi_step(solver: CfgNode) -> param_scheduler.ParamScheduler:
     steps = [step for step in solver.STEPS if step < solver.MAX_ITER]
     if len(steps) < len(solver.STEPS) and solver.is_set("STEPS"):
         _logger.warning(
-            "SOLVER.STEPS are %s, but the training ends at %d", solver.STEPS, solver.MAX_ITER
+            "SOLVER.STEPS are %s, but the training ends %s", solver.STEPS, say_done(solver.MAX_ITER)
         )
     values = [solver.GAMMA**decays for decays in range(len(steps) + 1)]
     return param_scheduler.MultiStepParamScheduler(

@@ -14,6 +14,9 @@ _YELLOW = "\x1b[33m"
 _RED = "\x1b[31m"
 _RESET = "\x1b[0m"
 
+LINE_WIDTH = 120
+"""Columns of the console, after which lines are broken."""
+
 
 def setup_logger(
     output: str | os.PathLike[str] | None = None,
@@ -24,19 +27,19 @@ def setup_logger(
     abbrev_name: str | None = None,
     enable_propagation: bool = False,
     configure_stdout: bool = True,
-    stdout_level: int | str = logging.DEBUG,
+    stdout_level: int | str = logging.INFO,
 ) -> logging.Logger:
     """Write a logger's lines to stdout (on rank 0) and to a file (on every rank).
 
-    The file has the lines from DEBUG on, stdout those from ``stdout_level`` on. A second call with
-    the same ``name`` replaces the first; ``close_logger`` undoes it.
+    The file has the lines from DEBUG on, stdout those from ``stdout_level`` on. On stdout a message
+    of one line is broken after 120 columns. A second call with the same ``name`` replaces the
+    first; ``close_logger`` undoes it.
 
     Args:
         output: a file (``.txt`` or ``.log``) or a folder for ``log.txt``, for appending; other
             ranks add ``.rankN``.
         color: use colours if stdout is a terminal.
-        abbrev_name: replaces ``name`` in the lines. Without it, stdout shows only the last word of
-            a logger's name.
+        abbrev_name: replaces ``name`` in the lines. Without it, stdout shows no names of loggers.
         enable_propagation: whether handlers of parent loggers, such as pytest's, get the records
             too.
     """
@@ -49,7 +52,7 @@ def setup_logger(
         handlers.append(to_file)
     if configure_stdout and distributed_rank == 0 and sys.stdout is not None:
         to_stdout = _StdoutHandler(stdout_level)
-        to_stdout.setFormatter(_Formatter(name, abbrev_name, color))
+        to_stdout.setFormatter(_ConsoleFormatter(name, abbrev_name or "", color))
         handlers.append(to_stdout)
     close_logger(name)
     logger = logging.getLogger(name)
@@ -96,6 +99,8 @@ def printable(text: str) -> str:
     A name in a file of somebody else may have characters that move the cursor of a terminal or run
     its commands.
     """
+    if text.isprintable():  # the usual case of a line
+        return text
     chars = []
     for char in text:
         if char.isprintable() or char in "\t\n":
@@ -117,39 +122,88 @@ class _StdoutHandler(logging.StreamHandler):
         return sys.stdout
 
 
-class _Formatter(logging.Formatter):
-    """``[time logger] LEVEL: message``; the level only from WARNING on."""
+def break_line(line: str, width: int = LINE_WIDTH) -> str:
+    """Break a line that is longer than ``width``; the further lines are indented.
 
-    def __init__(self, name: str, short: str | None, color: bool = False) -> None:
+    It is broken between fields, which are two spaces apart, and a long field between words. A
+    longer word stays whole.
+    """
+    broken = []
+    for fields in _break_at("  ", line, width):
+        broken += _break_at(" ", fields, width)
+    return "\n".join(broken)
+
+
+def _break_at(separator: str, line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    first, *rest = line.split(separator)
+    lines = [first]
+    for part in rest:
+        longer = lines[-1] + separator + part
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append("    " + part)
+    return lines
+
+
+class _Formatter(logging.Formatter):
+    """``[time logger] LEVEL: message``; the level only from WARNING on.
+
+    Args:
+        name: of the logger that is set up.
+        shown_name: replaces it; "": no name is shown.
+    """
+
+    def __init__(self, name: str, shown_name: str) -> None:
         super().__init__("%(message)s", datefmt="%m/%d %H:%M:%S")
         self._name = name
-        self._short = short
-        self._color = color
+        self._shown_name = shown_name
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        time = self.formatTime(record, self.datefmt)
-        head = f"[{time} {self._shown_name(record.name)}]"
-        level = ""
-        if record.levelno >= logging.WARNING:
-            level = f" {record.levelname}"
-        if self._color and sys.stdout.isatty():
-            head = f"{_GREEN}{head}{_RESET}"
-            if record.levelno >= logging.ERROR:
-                level = f"{_RED}{level}{_RESET}"
-            elif record.levelno >= logging.WARNING:
-                level = f"{_YELLOW}{level}{_RESET}"
-        return f"{head}{level}: {printable(record.message)}"
+        return f"{self._head(record)}{self._level(record)}: {printable(record.message)}"
 
-    def _shown_name(self, name: str) -> str:
+    def _head(self, record: logging.LogRecord) -> str:
+        head = f"{self.formatTime(record, self.datefmt)} {self._name_to_show(record.name)}"
+        return f"[{head.strip()}]"
+
+    def _name_to_show(self, name: str) -> str:
         is_below = name == self._name or name.startswith(f"{self._name}.")
         if not self._name or not is_below:
             return name
-        if self._short is None:
-            return name.rpartition(".")[2]
-        return self._short + name.removeprefix(self._name)
+        if not self._shown_name:
+            return ""
+        return self._shown_name + name.removeprefix(self._name)
+
+    def _level(self, record: logging.LogRecord) -> str:
+        return f" {record.levelname}" if record.levelno >= logging.WARNING else ""
 
     def formatException(self, ei: Any) -> str:
         return printable(super().formatException(ei))
+
+
+class _ConsoleFormatter(_Formatter):
+    """Breaks long lines, and has colours in a terminal."""
+
+    def __init__(self, name: str, shown_name: str, color: bool) -> None:
+        super().__init__(name, shown_name)
+        self._color = color
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        text = super().formatMessage(record)
+        if "\n" not in text:
+            text = break_line(text)
+        if not self._color or not sys.stdout.isatty():
+            return text
+        head = self._head(record)
+        level = self._level(record)
+        message = text.removeprefix(head + level)
+        if record.levelno >= logging.ERROR:
+            level = f"{_RED}{level}{_RESET}"
+        elif level:
+            level = f"{_YELLOW}{level}{_RESET}"
+        return f"{_GREEN}{head}{_RESET}{level}{message}"
 
 
 def format_table(

@@ -76,7 +76,8 @@ def test_a_job_that_was_told_to_stop_is_requeued_and_ends_with_the_bits_of_a_who
         content(tmp_path / "run"),
         content(tmp_path / "whole"),
     )
-    assert (files["model_final.pth"], lines) == (expected_files["model_final.pth"], expected_lines)
+    assert files["model_final.pth"] == expected_files["model_final.pth"]
+    assert lines == expected_lines
 
 
 def test_a_job_that_slurm_does_not_requeue_says_why_and_without_the_key_nobody_asks(

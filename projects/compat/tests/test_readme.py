@@ -1,5 +1,6 @@
 """The names of the README are found, and schedules keep their last value."""
 
+import pytest
 from fvcore.common import param_scheduler as schedules
 
 from tests.docs.pages import blocks
@@ -12,14 +13,16 @@ def test_every_name_is_there():
     exec(NAMES, {})
 
 
-def test_the_last_value_of_a_schedule_stays():
-    for schedule, expected in [
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
         (schedules.MultiStepParamScheduler([1.0, 0.5], num_updates=10, milestones=[5]), 0.5),
         (schedules.StepWithFixedGammaParamScheduler(1.0, 1, 0.25, 10), 0.25),
         (schedules.LinearParamScheduler(1.0, 0.125), 0.125),
-    ]:
-        assert [KeepLastValue(schedule)(where) for where in (0.0, 1.0, 1.5)] == [
-            1.0,
-            expected,
-            expected,
-        ]
+    ],
+)
+def test_the_last_value_of_a_schedule_stays(schedule, expected):
+    kept = KeepLastValue(schedule)
+    assert kept(0.0) == 1.0
+    assert kept(1.0) == expected
+    assert kept(1.5) == expected

@@ -229,7 +229,8 @@ def results(rank, folder):
 
 def test_ranks_together_give_the_results_of_one_process_on_rank_0(tmp_path):
     alone = evaluate(PARTS[0] + PARTS[1])
-    assert (alone["classification"]["top1"], alone["loss"]["total_loss"]) == (40.0, 0.6)
+    assert alone["classification"]["top1"] == 40.0
+    assert alone["loss"]["total_loss"] == 0.6
     assert on_two_ranks([results], tmp_path)["results"] == [(alone, evaluate(PARTS[0])), ({}, {})]
 
 
@@ -252,8 +253,7 @@ def test_a_list_of_tensors_counts_by_its_length_so_the_size_of_a_batch_does_not_
     samples = [torch.full((5,), float(i)) for i in range(12)]
     loader = build_test_loader(samples, batch_size=size, collate_fn=trivial_batch_collator)
     results = inference_on_dataset(Square(), loader, LossEvaluator())
-    expected = sum(i * i for i in range(12)) / 12
-    assert results["loss"]["total_loss"] == pytest.approx(expected)
+    assert results["loss"]["total_loss"] == pytest.approx(506 / 12)  # squares of 0 to 11
 
 
 class TimeMajor(Square):
@@ -266,7 +266,7 @@ class TimeMajor(Square):
 def test_a_model_that_says_its_number_of_samples_is_believed():
     batches = [torch.full((6, 1), 3.0), torch.full((2, 3), 1.0)]
     results = inference_on_dataset(TimeMajor(), batches, LossEvaluator())
-    assert results["loss"]["total_loss"] == pytest.approx((9.0 + 3 * 1.0) / 4)
+    assert results["loss"]["total_loss"] == pytest.approx(3.0)  # of 9, 1, 1 and 1
 
 
 class Tokens(nn.Module):

@@ -41,7 +41,10 @@ def test_the_file_gives_what_the_model_gives_for_batches_of_any_size(run, tmp_pa
     printed = capsys.readouterr().out
     assert "inputs   image [batch, 1, 8, 8]\n" in printed
     name, batch, classes, dtype, _, verdict = printed.splitlines()[-1].split()
-    assert (name, batch, classes, dtype) == ("output", "[batch,", "10]", "float32")
+    assert name == "output"
+    assert batch == "[batch,"
+    assert classes == "10]"
+    assert dtype == "float32"
     assert verdict == "yes"
     cfg = command.build_cfg(command.parse_args([str(run), str(path)]))
     model = DefaultPredictor(cfg).model

@@ -28,12 +28,11 @@ def test_the_copy_has_its_own_folder_and_the_config_stays():
     )
     cfg.freeze()
     trial = fast_dev_config(cfg)
-    assert (cfg.OUTPUT_DIR, cfg.SOLVER.MAX_ITER) == ("out", "3ep")
-    assert (trial.OUTPUT_DIR, trial.SOLVER.MAX_ITER, trial.TEST.EVAL_PERIOD) == (
-        "out/fast_dev_run",
-        6,
-        3,
-    )
+    assert cfg.OUTPUT_DIR == "out"
+    assert cfg.SOLVER.MAX_ITER == "3ep"
+    assert trial.OUTPUT_DIR == "out/fast_dev_run"
+    assert trial.SOLVER.MAX_ITER == 6
+    assert trial.TEST.EVAL_PERIOD == 3
     assert trial.HOOKS == [{"NAME": "RuntimeInfo", "PERIOD": 1}, "EMAHook", {"NAME": "LoadsAgain"}]
     assert trial.is_frozen()
 
@@ -45,7 +44,8 @@ def test_a_trial_run_leaves_the_files_of_a_finished_run_as_they_are(tmp_path):
     run(ARGS, DefaultTrainer, cfg)
     assert contents(tmp_path / "run") == before
     log = (tmp_path / "run/fast_dev_run/log.txt").read_text()
-    assert "The trial run was trained, evaluated, saved and loaded without an error" in log
+    assert "The trial run was trained" in log
+    assert "without an error" in log
 
 
 def test_a_script_of_ones_own_trains_with_the_config_that_it_has_set_up(tmp_path):

@@ -157,18 +157,18 @@ def test_a_command_that_names_no_job_is_an_error(tmp_path):
         lr.main(args)
 
 
-def test_a_mistake_is_an_error_before_training(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--min 1 --max 0.1", "--min is 1 and --max is 0.1; accepted: 0 < min < max"),
+        ("--script absent.py", "--script 'absent.py' is no file of Python; name the file"),
+        ("--output absent/lr.png", "'absent/lr.png' cannot be written"),
+    ],
+)
+def test_a_mistake_is_an_error_before_training(words, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "job.yaml"
     config.write_text(tiny_cfg("output").dump())
-    for words, error in (
-        ("--min 1 --max 0.1", "--min is 1 and --max is 0.1; accepted: 0 < min < max"),
-        (
-            "--script absent.py",
-            "--script 'absent.py' is no file of Python; name the file that trains",
-        ),
-        ("--output absent/lr.png", "'absent/lr.png' cannot be written"),
-    ):
-        with pytest.raises(ConfigError, match=error):
-            lr.main(lr.parse_args(["--config-file", str(config), *words.split()]))
+    with pytest.raises(ConfigError, match=error):
+        lr.main(lr.parse_args(["--config-file", str(config), *words.split()]))
     assert [*tmp_path.iterdir()] == [config]

@@ -192,7 +192,8 @@ def test_each_shape_is_recorded_once_and_gives_the_same_numbers():
     data = [*batches(3), *batches(1, size=2), *batches(1, size=3)]
     _, recorded, are_equal = both(data=data, async_write_metrics=True)
     assert are_equal
-    assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (3, 100 - 3 * 3)
+    assert recorded.recorder.num_recorded == 3
+    assert recorded.recorder.num_replays == 91
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,8 @@ def test_what_changes_in_the_middle_is_followed(change):
         steps=40, hooks=lambda trainer: [AfterStep(at_20)], async_write_metrics=True
     )
     assert are_equal
-    assert (recorded.recorder.num_recorded, recorded.recorder.num_replays) == (2, 40 - 2 * 3)
+    assert recorded.recorder.num_recorded == 2
+    assert recorded.recorder.num_replays == 34
 
 
 def test_a_step_that_has_failed_is_followed_by_ordinary_ones():
@@ -348,7 +350,8 @@ def test_a_config_with_a_graph_gives_the_same_run(tmp_path, monkeypatch, amp):
         results = trainer.train()
         found.append((results, trainer.model.state_dict(), scalars(trainer)))
     assert same(*found)
-    assert (recorder.num_recorded, recorder.num_replays) == (1, 7)
+    assert recorder.num_recorded == 1
+    assert recorder.num_replays == 7
 
 
 def on_cuda(trainer_type, data=(), make_model=Net, **kwargs):

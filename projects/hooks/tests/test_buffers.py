@@ -165,7 +165,8 @@ def test_other_buffers_are_as_before():
     queue = model.queue
     PreciseBN(1, model, torch.randn(4, 5, 3), num_iter=4).update_stats()
     assert model.queue is queue
-    assert (model.queue.tolist(), model.calls.item()) == ([0.0] * 3, 0)
+    assert model.queue.tolist() == [0.0] * 3
+    assert model.calls.item() == 0
     assert model.norm.num_batches_tracked.item() == 0
     assert model.norm.running_mean.abs().sum() > 0
 
@@ -176,7 +177,9 @@ def test_nothing_but_the_running_statistics_is_touched():
         parameter.grad = torch.full_like(parameter, 0.5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     hook = PreciseBN(1, model, torch.randn(3, 4, 2, 6, 6), num_iter=3)
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    state_of_python = random.getstate()
+    state_of_numpy = np.random.get_state()[1].tolist()
+    state_of_torch = torch.get_rng_state()
     with EventStorage() as storage:
         hook.update_stats()
         assert storage.latest() == {}
@@ -186,10 +189,12 @@ def test_nothing_but_the_running_statistics_is_touched():
         f"{layer}.running_{kind}" for layer in ("first.1", "second") for kind in ("mean", "var")
     }
     assert all(torch.equal(p.grad, torch.full_like(p, 0.5)) for p in model.parameters())
-    assert (model.first[1].momentum, model.second.momentum) == (0.1, None)
+    assert model.first[1].momentum == 0.1
+    assert model.second.momentum is None
     assert all(module.training for module in model.modules())
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
-    assert torch.equal(torch.get_rng_state(), states[2])
+    assert random.getstate() == state_of_python
+    assert np.random.get_state()[1].tolist() == state_of_numpy
+    assert torch.equal(torch.get_rng_state(), state_of_torch)
 
 
 @pytest.mark.parametrize(("start", "expected"), [(0, [1, 3, 4]), (1, [0, 2, 4]), ("0.6ep", [2, 4])])

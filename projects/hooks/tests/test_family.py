@@ -108,7 +108,8 @@ class Job:
 
     def train(self, start_iter, max_iter):
         self.trainer.train(start_iter, max_iter)
-        assert (self.trainer.status, self.trainer.iter) == ("finished", max_iter)
+        assert self.trainer.status == "finished"
+        assert self.trainer.iter == max_iter
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -320,8 +321,9 @@ def test_what_training_changes_is_resumed_from_a_file_or_in_the_table_and_a_miss
         assert any(fresh.taken[iter] != whole.taken[iter] for iter in (5, 6, 7, 8))
 
 
-def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it():
-    for name, arguments, message in [
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
         (
             "AccumulationSchedule",
             {"factors": [[10]]},
@@ -353,9 +355,11 @@ def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it():
         ("Throughput", {"peak_tflops": 0}, "peak_tflops must be .* got 0"),
         ("VisualizationHook", {"draw": "nothing"}, "no 'nothing' in the VISUALIZER registry"),
         ("VisualizationHook", {"draw": print, "phases": "train"}, "phases must be .* got 'train'"),
-    ]:
-        with pytest.raises((TypeError, ValueError), match=message):
-            getattr(hooks, name)(**arguments)
+    ],
+)
+def test_a_wrong_argument_is_an_error_of_the_constructor_that_names_it(name, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        getattr(hooks, name)(**arguments)
 
 
 def test_a_profiler_of_iterations_after_the_end_warns(tmp_path, caplog):

@@ -30,7 +30,8 @@ def test_every_interval_th_iteration_stops_before_its_update(interval, iter):
     trainer.register_hooks([CheckFiniteLoss(interval), note])
     with pytest.raises(FloatingPointError, match=f"in iteration {iter}, .*'loss': nan"):
         trainer.train(0, 6)
-    assert (trainer.iter, trainer.status) == (iter, "failed")
+    assert trainer.iter == iter
+    assert trainer.status == "failed"
     assert model.weight.item() == pytest.approx(weights[iter], nan_ok=True)
     # what an asynchronous run does to the weights in the iterations between
     assert [math.isnan(weight) for weight in weights] == [i > 3 for i in range(iter + 1)]

@@ -88,14 +88,14 @@ def test_a_run_in_parts_has_one_schedule_if_its_length_is_given():
     assert run((0, 2), (2, 4)) == [0.125, 0.5, 0.375, 0.5]
 
 
-def test_a_field_that_no_group_has_is_an_error_before_the_first_step():
-    for param in ("weight_decy", "nesterov", "betas.0"):
-        trainer, used = make(ParamScheduler(param, HALVE))
-        with pytest.raises(
-            ValueError, match=rf"no parameter group has '{param}'; accepted: .*'weight_decay'"
-        ):
-            trainer.train(0, 1)
-        assert used == []
+@pytest.mark.parametrize("param", ["weight_decy", "nesterov", "betas.0"])
+def test_a_field_that_no_group_has_is_an_error_before_the_first_step(param):
+    trainer, used = make(ParamScheduler(param, HALVE))
+    with pytest.raises(
+        ValueError, match=rf"no parameter group has '{param}'; accepted: .*'weight_decay'"
+    ):
+        trainer.train(0, 1)
+    assert used == []
 
 
 CONSTANT = ConstantParamScheduler(1.0)
@@ -220,8 +220,8 @@ def test_the_factor_multiplies_the_schedule_which_goes_on():
         [3.0, 3.0, 2.0, 2.0], LinearParamScheduler(1.0, 0.0), lr=1.0, period=2, factor=0.5
     )
     trainer.train(0, 8)
-    factors = [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]  # the last evaluation is that of the end
-    assert used == [factor * (1 - iter / 8) for iter, factor in enumerate(factors)]
+    # halved after four iterations; the last evaluation is that of the end
+    assert used == [1.0, 0.875, 0.75, 0.625, 0.25, 0.1875, 0.125, 0.0625]
     assert trainer.storage.history("lr").values() == list(zip(used, range(8), strict=True))
 
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -36,15 +37,13 @@ def epoch_order(epoch):
     return [batch.tolist() for batch in loader]
 
 
-def test_every_pass_has_an_order_of_its_own_wherever_in_an_iteration_it_starts():
-    for steps in (2, 4, 5, 7):
-        trainer = SimpleTrainer(
-            model := sum_model(), shuffled(), sgd(model), accumulation_steps=steps
-        )
-        found = noting(trainer)
-        trainer.register_hooks([SamplerSeed()])
-        trainer.train(0, 6)
-        assert found == [batch for epoch in range(2 * steps) for batch in epoch_order(epoch)]
+@pytest.mark.parametrize("steps", [2, 4, 5, 7])
+def test_every_pass_has_an_order_of_its_own_wherever_in_an_iteration_it_starts(steps):
+    trainer = SimpleTrainer(model := sum_model(), shuffled(), sgd(model), accumulation_steps=steps)
+    found = noting(trainer)
+    trainer.register_hooks([SamplerSeed()])
+    trainer.train(0, 6)
+    assert found == [batch for epoch in range(2 * steps) for batch in epoch_order(epoch)]
 
 
 class Resumable(DistributedSampler):

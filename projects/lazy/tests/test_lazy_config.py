@@ -132,7 +132,8 @@ def test_the_target_of_a_call_can_be_a_call(tmp_path):
 def test_what_describes_no_call_is_given_back():
     for thing in (5, {"x": 1}, Thing(), Point(1), math.floor, None):
         assert instantiate(thing) is thing
-    assert (instantiate([3, [4]]), instantiate((1, [2]))) == ([3, [4]], (1, [2]))
+    assert instantiate([3, [4]]) == [3, [4]]
+    assert instantiate((1, [2])) == (1, [2])
 
 
 def test_dataclasses_in_nodes_come_out_as_they_were_also_after_a_save(tmp_path):
@@ -144,7 +145,8 @@ def test_dataclasses_in_nodes_come_out_as_they_were_also_after_a_save(tmp_path):
     for each in (cfg, reloaded(cfg, tmp_path)):
         made = instantiate(each)
         assert made["model"].shapes == {"res3": Point(512), "res4": Point(1024, 4)}
-        assert (made["model"].many, made["late"]) == ([Point(7)], Point(3, 2))
+        assert made["model"].many == [Point(7)]
+        assert made["late"] == Point(3, 2)
 
 
 @pytest.mark.parametrize(
@@ -199,11 +201,9 @@ class Sized:
 
 def test_a_configurable_takes_a_lazy_config_as_its_config():
     cfg = OmegaConf.create({"size": 3})
-    assert (Sized(cfg).sizes, Sized(cfg=cfg, scale=2, depth=1).sizes, Sized(4).sizes) == (
-        (3, 2),
-        (6, 1),
-        (4, 2),
-    )
+    assert Sized(cfg).sizes == (3, 2)
+    assert Sized(cfg=cfg, scale=2, depth=1).sizes == (6, 1)
+    assert Sized(4).sizes == (4, 2)
 
 
 def overridden(*overrides):
@@ -242,9 +242,9 @@ def test_overrides_are_values_reach_into_lists_merge_nodes_and_come_in_their_ord
 
 def test_a_key_that_is_like_no_other_is_made_with_a_warning(caplog):
     assert overridden("model.ema.decay=0.9").model.ema.decay == 0.9
-    assert caplog.messages == [
-        "model.ema.decay is used as a new key; write +model.ema.decay if this is what you mean"
-    ]
+    [text] = caplog.messages
+    assert text.startswith("model.ema.decay ")
+    assert "write +model.ema.decay" in text
 
 
 @pytest.mark.parametrize(
@@ -361,13 +361,13 @@ def test_what_yaml_cannot_hold_is_saved_by_its_name_and_whole_in_a_pickle(tmp_pa
     saved = reloaded(cfg, tmp_path)
     assert "these values: math.floor, test_lazy_config" in caplog.text
     assert f"The whole config is in {tmp_path / 'saved.yaml.pkl'}" in caplog.text
-    assert (saved.call["_target_"], saved.call.floor, saved.call.width) == (
-        "builtins.dict",
-        "math.floor",
-        3,
-    )
+    assert saved.call["_target_"] == "builtins.dict"
+    assert saved.call.floor == "math.floor"
+    assert saved.call.width == 3
     whole = cloudpickle.loads((tmp_path / "saved.yaml.pkl").read_bytes())
-    assert (whole.call.act(5), instantiate(whole.made), whole.number) == (15, 3, Fraction(1, 2))
+    assert whole.call.act(5) == 15
+    assert instantiate(whole.made) == 3
+    assert whole.number == Fraction(1, 2)
     assert whole.call.floor is math.floor
 
 

@@ -118,17 +118,12 @@ def test_the_settings_are_those_of_projects_digits():
     cfg, digits = LazyConfig.load(lazyconfig_train_net.DEFAULT_CONFIG), get_cfg()
     digits.merge_from_file(lazyconfig_train_net.ROOT / "projects/digits/config.yaml")
     digits = resolve_lengths(digits, 19)
-    warmup = cfg.lr_multiplier.warmup_length * cfg.train.max_iter
-    found = (cfg.train.max_iter, cfg.train.eval_period, cfg.model.width, warmup, cfg.optimizer.lr)
     solver = digits.SOLVER
-    period = digits.TEST.EVAL_PERIOD
-    assert found == (
-        solver.MAX_ITER,
-        period,
-        digits.MODEL.WIDTH,
-        solver.WARMUP_ITERS,
-        solver.BASE_LR,
-    )
+    assert cfg.train.max_iter == solver.MAX_ITER
+    assert cfg.train.eval_period == digits.TEST.EVAL_PERIOD
+    assert cfg.model.width == digits.MODEL.WIDTH
+    assert cfg.lr_multiplier.warmup_length * cfg.train.max_iter == solver.WARMUP_ITERS
+    assert cfg.optimizer.lr == solver.BASE_LR
 
 
 def test_the_saved_config_gives_the_same_run(whole, tmp_path):

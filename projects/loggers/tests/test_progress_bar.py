@@ -70,7 +70,7 @@ def test_log_lines_stand_above_the_bar_and_the_line_of_the_console_is_in_the_fil
         writer.close()
         close_logger()
     assert threading.enumerate() == threads
-    line = ": [Epoch 1/4]  after 1 of 10 iterations  total_loss: 0.25 "
+    line = ": epoch 1/4  after 1/10  total_loss: 0.25"
     assert (tmp_path / "log.txt").read_text().splitlines()[0].endswith(line)
     *_, own, printed, bar, _ = terminal.getvalue().split("\n")
     assert own.endswith("a line of its own")  # after the bar was cleared

@@ -43,7 +43,8 @@ def test_scalars_images_and_histograms_are_written_and_let_go(tmp_path):
         storage.put_image("image", torch.zeros(3, 2, 4))
         storage.put_histogram("weight", torch.arange(6.0).reshape(3, 2), bins=2)
         writer.write()
-        assert (storage.images(), storage.histograms()) == ([], [])
+        assert storage.images() == []
+        assert storage.histograms() == []
         storage.put_scalar("late", 0.25, cur_iter=1)
         storage.put_scalar("top1", 50.0)
         writer.write()
@@ -53,10 +54,16 @@ def test_scalars_images_and_histograms_are_written_and_let_go(tmp_path):
 
     assert points(logs) == before == {"loss": [(3, 2.0)], "late": [(1, 0.25)], "top1": [(3, 50.0)]}
     [image], [histogram] = shown(logs).Images("image"), shown(logs).Histograms("weight")
-    assert (image.step, image.width, image.height) == (3, 4, 2)
+    assert image.step == 3
+    assert image.width == 4
+    assert image.height == 2
     counts = histogram.histogram_value
-    assert (histogram.step, counts.num, counts.sum, counts.sum_squares) == (3, 6, 15, 55)
-    assert (counts.bucket_limit, counts.bucket) == ([2.5, 5.0], [3, 3])
+    assert histogram.step == 3
+    assert counts.num == 6
+    assert counts.sum == 15
+    assert counts.sum_squares == 55
+    assert counts.bucket_limit == [2.5, 5.0]
+    assert counts.bucket == [3, 3]
 
 
 @pytest.mark.parametrize(("kills", "load"), [(2, True), (1, False)])

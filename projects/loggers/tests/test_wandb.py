@@ -63,7 +63,8 @@ def test_each_new_scalar_image_and_histogram_arrives_once_with_its_iteration(tmp
         storage.put_histogram("few", torch.arange(6.0), bins=2)
         storage.put_histogram("many", torch.arange(1001.0), bins=1000)
         writer.write()
-        assert (storage.images(), storage.histograms()) == ([], [])
+        assert storage.images() == []
+        assert storage.histograms() == []
         writer.close()
 
     [run] = read_runs(tmp_path)
@@ -74,16 +75,18 @@ def test_each_new_scalar_image_and_histogram_arrives_once_with_its_iteration(tmp
         {"_step": 5, "iteration": 3, "top1": 50.0},
         {"_step": 9, "iteration": 9, "bad": pytest.approx(math.nan, nan_ok=True), "high": math.inf},
     ]
-    assert (pictures["_step"], pictures["iteration"]) == (10, 9)
-    assert (pictures["few/values"], pictures["few/bins"]) == ([3, 3], [0, 2.5, 5])
-    assert (pictures["many/values"], pictures["many/bins"]) == (
-        [2] * 499 + [3],
-        [*range(0, 1001, 2)],
-    )
+    assert pictures["_step"] == 10
+    assert pictures["iteration"] == 9
+    assert pictures["few/values"] == [3, 3]
+    assert pictures["few/bins"] == [0, 2.5, 5]
+    assert pictures["many/values"] == [2] * 499 + [3]
+    assert pictures["many/bins"] == [*range(0, 1001, 2)]
     [folder] = (tmp_path / "wandb").glob("offline-run-*/files")
     assert np.array_equal(Image.open(folder / pictures["rgb/path"]), rgb.permute(1, 2, 0).numpy())
     assert np.array_equal(Image.open(folder / pictures["gray/path"]), [[0, 127, 255]])
-    assert (run["file"], run["exit"], run["axes"]) == ("run-abc", 0, {"*": "iteration"})
+    assert run["file"] == "run-abc"
+    assert run["exit"] == 0
+    assert run["axes"] == {"*": "iteration"}
     assert run["config"]["SOLVER"] == {"BASE_LR": 0.1}
 
 
@@ -126,10 +129,10 @@ def test_an_error_of_wandb_is_logged_and_nothing_more_is_written_in_this_trainin
 
     run.log.assert_called_once()
     run.finish.assert_called_once()
-    assert (
-        caplog.messages
-        == ["Nothing more is written for Weights & Biases, training continues: no answer"] * 2
-    )
+    first, second = caplog.messages
+    assert first == second
+    assert "Weights & Biases" in first
+    assert first.endswith(": no answer")
     run.log.side_effect = None
     write(writer, 4, loss=1.0)
     assert [call.kwargs["step"] for call in run.log.call_args_list] == [0, 4]

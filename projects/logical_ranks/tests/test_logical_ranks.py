@@ -12,7 +12,7 @@ from tests.engine.tiny import Regression, batches, scalars, sgd
 from trainkit.config import ConfigError, check_values
 from trainkit.data.build import build_test_loader, build_train_loader, trivial_batch_collator
 from trainkit.data.common import MapDataset
-from trainkit.data.protocol import epoch_length
+from trainkit.data.protocol import batches_per_epoch
 from trainkit.utils import comm
 
 
@@ -66,7 +66,7 @@ def test_the_place_in_the_data_and_the_length_of_an_epoch_do_not_depend_on_the_n
         following = next(batches)
         loader.load_state_dict(states[0])
         assert next(iter(loader)) == following
-        assert epoch_length(loader) / per_iter == 1.25
+        assert batches_per_epoch(loader) / per_iter == 1.25
     assert states[0] == states[1] == states[2]
     assert states[0]["position"] == 24
 
@@ -225,7 +225,7 @@ def test_an_error_in_a_property_of_the_loader_is_shown_and_not_hidden(monkeypatc
     def fail(given):
         raise AttributeError("the dataset has no table")
 
-    monkeypatch.setattr("trainkit.projects.logical_ranks.loader.epoch_length", fail)
+    monkeypatch.setattr("trainkit.projects.logical_ranks.loader.batches_per_epoch", fail)
     with pytest.raises(AttributeError, match="the dataset has no table"):
         _ = loader.batches_per_epoch
     with pytest.raises(AttributeError, match="'LogicalLoader' object has no attribute 'batches'"):

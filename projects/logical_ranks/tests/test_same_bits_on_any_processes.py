@@ -189,10 +189,9 @@ def test_a_run_that_is_killed_goes_on_with_2_then_1_then_4_processes_to_the_same
 
 def test_a_step_of_four_processes_is_replayed_in_one_to_the_last_bit(of_four):
     found = replay(of_four, 5, Job(of_four, *EVERYTHING), prove=True)
-    assert (
-        found.proof
-        == "every byte equals model_0000005.pth: model, optimizer, random state, data, hooks, storage"
-    )
+    proof, _, parts = found.proof.partition(": ")
+    assert proof == "every byte equals model_0000005.pth"
+    assert parts == "model, optimizer, random state, data, hooks, storage"
     assert found.verdict.startswith("reproducible")
     labels = [sample["label"] for sample in DatasetCatalog.get("tiny_train")]
     # each pass has the samples that the report names

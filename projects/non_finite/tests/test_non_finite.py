@@ -211,7 +211,16 @@ def test_the_trainer_of_the_page_leaves_out_an_update():
     trainer = run(WITHOUT_CONFIG, "README.md", **names, optimizer=sgd(model))["trainer"]
     trainer.register_hooks([poison_at(1)])
     trainer.train(0, 4)
-    assert (trainer.skipped_updates, trainer.policy.max_in_row) == (1, 10)
+    assert trainer.skipped_updates == 1
+    assert trainer.policy.max_in_row == 10
+
+
+def test_an_unknown_policy_names_all_that_there_are(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.NON_FINITE.POLICY", "skp"))
+    known = str(caught.value).partition("accepted: ")[2].split(", ")
+    assert {"raise", "ignore", "skip", "gradients"} <= {*known}
+    assert "did you mean 'skip'" in str(caught.value)
 
 
 @pytest.mark.parametrize(("policy", "iter"), [("gradients", 1), ("skip", 3)])

@@ -84,7 +84,8 @@ def test_a_line_shows_the_values_and_breaks_where_they_are_not_finite(read):
     assert line.get_xdata().tolist() == [1, 2, 3, 4]
     assert line.get_ydata().tolist()[:2] == [1.0, 2.0]
     assert str(line.get_ydata()[2]) == "nan"
-    assert (lonely.get_xdata().tolist(), lonely.get_ydata().tolist()) == ([4], [3.0])
+    assert lonely.get_xdata().tolist() == [4]
+    assert lonely.get_ydata().tolist() == [3.0]
     assert crosses.get_xdata().tolist() == [3]
     assert crosses.get_marker() == "x"
 

@@ -74,29 +74,37 @@ def test_a_run_without_metrics_is_left_out_with_a_warning(write_run, tmp_path, c
     assert f"{empty}/metrics.json has no metrics" in caplog.text
 
 
-def test_what_cannot_be_shown_is_an_error_of_one_line(write_run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "full", [{"iteration": 1, "x": 1}])
-    write_run(tmp_path / "empty", [])
-    (tmp_path / "binary.json").write_bytes(bytes(range(256)))
-    for places, message in (
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
         (["nowhere"], "there is no run at 'nowhere'; give an output folder with a metrics.json"),
         (["empty"], "no metrics in .*empty/metrics.json"),
         (["binary.json"], "no metrics in .*binary.json"),
         (["full", "full/metrics.json"], "'full/metrics.json' is given twice"),
-    ):
-        with pytest.raises(RunError, match=message) as error:
-            read_runs(places)
-        assert "\n" not in str(error.value)
+    ],
+)
+def test_what_cannot_be_shown_is_an_error_of_one_line(
+    places, message, write_run, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "full", [{"iteration": 1, "x": 1}])
+    write_run(tmp_path / "empty", [])
+    (tmp_path / "binary.json").write_bytes(bytes(range(256)))
+    with pytest.raises(RunError, match=message) as error:
+        read_runs(places)
+    assert "\n" not in str(error.value)
 
 
-def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has():
-    for paths, names in (
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
         (["/one/a", "/two/a", "/two/b"], ["one/a", "two/a", "b"]),
         (["/x/1/a/run", "/y/1/a/run"], ["x", "y"]),
         (["/a", "/b/a"], ["/", "b"]),
-    ):
-        assert shortest_names([Path(path) for path in paths]) == names
+    ],
+)
+def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has(paths, names):
+    assert shortest_names([Path(path) for path in paths]) == names
 
 
 def test_runs_of_a_sweep_are_named_by_the_settings_that_differ(write_run, tmp_path):

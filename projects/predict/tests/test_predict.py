@@ -84,7 +84,8 @@ def test_samples_of_a_dataset_are_told_with_their_best_classes(run, call, tmp_pa
     ]
     assert err == f"3 predictions with {run}/model_final.pth\n"
     rows, err, _ = call(run, "--dataset", "tiny_test", "--output", tmp_path / "out.pt")
-    assert (rows, err) == ([], f"10 predictions with {run}/model_final.pth\n")
+    assert rows == []
+    assert err == f"10 predictions with {run}/model_final.pth\n"
     # kernels may add in another order where batches have another size
     torch.testing.assert_close(torch.stack(torch.load(tmp_path / "out.pt")), outputs)
 
@@ -231,13 +232,14 @@ def test_a_file_is_replaced_only_when_all_is_predicted_and_numbers_that_are_not_
 
 def mistake(call, *args):
     rows, err, code = call(*args)
-    assert (rows, code) == ([], 2)
+    assert rows == []
+    assert code == 2
     return err.splitlines()[-1].partition("error: ")[2]
 
 
 def test_mistakes_in_the_command_and_in_files_of_samples_are_one_line(run, call, tmp_path):
     wanted = ("--dataset", "tiny_test")
-    assert mistake(call, *wanted) == "name the folder of a run, or a --config-file"
+    assert "--config-file" in mistake(call, *wanted)
     assert "did you mean 'tiny_test'?" in mistake(call, run, "--dataset", "tiny_tset")
     assert "No such file" in mistake(call, run, *wanted, "--weights", tmp_path / "x.pth")
     assert "ends in .jsonl or .pt, got 'a.csv'" in mistake(call, run, *wanted, "--output", "a.csv")
@@ -331,10 +333,7 @@ def test_the_model_of_a_script_that_no_registry_knows_predicts_also_for_its_own_
     assert call(*words, *options, "IMPORTS", "[own_job]")[0] == rows
     sys.modules.pop("own_job")
 
-    assert (
-        "if a subclass of DefaultTrainer builds the model, name its file: --script"
-        in call(*words, *options)[1]
-    )
+    assert "name its file: --script" in call(*words, *options)[1]
     script.write_text(SCRIPT + "\nclass B(Base): pass\n")
     assert "got several (B, Trainer); name one, such as " in mistake(
         call, *words, "--script", script

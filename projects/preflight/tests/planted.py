@@ -243,7 +243,7 @@ class Trainer(DefaultTrainer):
 
 class OwnStep(Trainer):
     def run_step(self):
-        loss = self.model(next(self._trainer._data_loader_iter))["loss"]
+        loss = self.model(self.fetch())["loss"]
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -155,7 +155,7 @@ def test_what_could_not_be_uploaded_is_uploaded_by_the_next_save(on, monkeypatch
     put_file = MemoryFileSystem.put_file
     on("a")
     log = (local(start(do=break_off)) / "log.txt").read_text()
-    assert "does not have all files of the run: the network is down. Training continues" in log
+    assert "does not have all files of the run: the network is down." in log
     on("b")
     assert same(start(resume=True), whole)
 
@@ -187,13 +187,15 @@ def test_a_run_whose_last_upload_fails_goes_on_from_its_own_files_and_uploads_th
 ):
     before = bits(cut_off)
     again = start(resume=True)
-    assert (again.status, again.start_iter) == ("finished", 10)
+    assert again.status == "finished"
+    assert again.start_iter == 10
     assert bits(cut_off) == before  # nothing was downloaded, nothing moved
     assert "WARNING" not in caplog.text
     on("b")
     forget_mirrors()
     other = start(resume=True)
-    assert (other.status, other.start_iter) == ("finished", 10)
+    assert other.status == "finished"
+    assert other.start_iter == 10
     assert same(other, whole)
 
 
@@ -277,7 +279,7 @@ def test_a_store_that_cannot_be_reached_is_not_another_run(on, monkeypatch, whol
     on("a")
     trainer = start(do=unmount)
     log = (local(trainer) / "log.txt").read_text()
-    assert "last_upload.json is not there; the store cannot be reached, or the run was" in log
+    assert "last_upload.json is not there" in log
     assert "another run writes there" not in log
     on("b")
     forget_mirrors()

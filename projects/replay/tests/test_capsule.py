@@ -55,14 +55,12 @@ def test_a_capsule_repeats_a_loss_that_is_not_finite_and_names_the_sample(tmp_pa
     found = replay(file, start=job, bisect=True)
     from_the_start = replay(tmp_path, at, job, verdict=False)
 
-    assert found.failure == "it has come back; 1 of 1 losses equal those of the run"
+    assert found.failure.startswith("it has come back")
+    assert "1 of 1 losses equal" in found.failure
     assert found.iteration == at == read_file(file)["capsule"]["iteration"]
     assert found.inspection.bad_samples == from_the_start.inspection.bad_samples == ["scan_017.png"]
     assert torch.equal(found.batch["x"].nan_to_num(), from_the_start.batch["x"].nan_to_num())
-    assert (
-        found.samples_at_fault
-        == "the loss is not finite with scan_017.png (1 of 8 samples, each alone)"
-    )
+    assert "not finite with scan_017.png (1 of 8 samples" in found.samples_at_fault
     assert found.verdict.startswith("reproducible: ")
     assert found.is_equal
 
@@ -71,10 +69,7 @@ def test_an_exception_in_a_step_leaves_a_capsule_and_bisect_names_the_sample(tmp
     job, file, _ = failed(Job(tmp_path, *SCANS, "MODEL.NAME", "RaisingClassifier"), KeyError)
     found = replay(file, start=job, bisect=True)
     assert found.failure == "it has come back"
-    assert (
-        found.samples_at_fault
-        == "the forward pass ends in KeyError with scan_017.png (1 of 8 samples, each alone)"
-    )
+    assert "KeyError with scan_017.png (1 of 8 samples" in found.samples_at_fault
 
 
 def test_the_log_of_a_failed_run_has_the_command_that_repeats_its_step(tmp_path, monkeypatch):
@@ -105,7 +100,8 @@ def test_the_log_of_a_run_without_a_file_has_calls_that_repeat_its_step(
     assert len(calls) == 2
     for call in calls:
         found = eval(f"replay({call})", {"replay": replay, "main": job})
-        assert (found.iteration, found.error) == (7, "KeyError: 'mine'")
+        assert found.iteration == 7
+        assert found.error == "KeyError: 'mine'"
         assert found.failure.startswith("it has come back")
     with pytest.raises(ConfigError, match=r"says that it was: \(not known\)"):
         replay(tmp_path / "run", 7)
@@ -153,7 +149,8 @@ def assert_has_no_step(job, iter, kind=FloatingPointError):
     """The file says how the run was started, and names the way from the checkpoint."""
     job, file, line = failed(job, kind)
     state = read_file(file)
-    assert (state["model"], state["capsule"]["batches"]) == ({}, [])
+    assert state["model"] == {}
+    assert state["capsule"]["batches"] == []
     with pytest.raises(
         CheckpointError, match=f"holds no step: .* Give {record.REPLAY} .* --iter {iter} -- "
     ):
@@ -191,7 +188,8 @@ def test_a_failure_before_the_batch_in_the_update_or_after_it_leaves_no_step(tmp
         patched.setattr(torch.optim.SGD, "step", fail)
         assert_has_no_step(Job(tmp_path), 0, KeyError)
     _, file, line = failed(failing(tmp_path, 7, KeyError("hook"), "after_step"), KeyError)
-    assert (file.exists(), line) == (False, "")
+    assert not file.exists()
+    assert line == ""
 
 
 def test_a_failure_of_an_earlier_iteration_leaves_no_step_but_the_right_iteration(tmp_path):
@@ -199,7 +197,8 @@ def test_a_failure_of_an_earlier_iteration_leaves_no_step_but_the_right_iteratio
     error = FloatingPointError("the loss is not finite in iteration 5: {'total_loss': nan}")
     assert_has_no_step(job := failing(tmp_path, 7, error), 5)
     way = replay(tmp_path, 5, job, verdict=False).on_the_way
-    assert way == "2 of 2 logged values equal those in capsule.rank0.pt, iterations 5 to 5"
+    assert way.startswith("2 of 2 logged values equal those in capsule.rank0.pt")
+    assert way.endswith("iterations 5 to 5")
 
 
 class ArrayScans(Scans):

@@ -115,7 +115,8 @@ def test_rates_of_the_command_win_and_config_and_checkpoint_name_the_parents_and
     fork(tmp_path / "b", tmp_path / "c", "SOLVER.MAX_ITER", 14)
 
     (group, *_) = trainer.optimizer.param_groups
-    assert (group["initial_lr"], group["momentum"]) == (0.05, 0.5)
+    assert group["initial_lr"] == 0.05
+    assert group["momentum"] == 0.5
     rates, of_parent = (
         {line["iteration"]: line["lr"] for line in values(f) if "lr" in line}
         for f in (tmp_path / "b", parent)
@@ -127,7 +128,8 @@ def test_rates_of_the_command_win_and_config_and_checkpoint_name_the_parents_and
     cfg.merge_from_file(tmp_path / "b/config.yaml")
     changes = [["SOLVER.BASE_LR", 0.1, 0.05], ["SOLVER.MOMENTUM", 0.9, 0.5]]
     assert dict(cfg.FORK) == {"RUN": str(parent), "ITER": 4, "CHANGES": changes}
-    assert (cfg.LOG.PERIOD, cfg.SOLVER.MAX_ITER) == (1, 12)
+    assert cfg.LOG.PERIOD == 1
+    assert cfg.SOLVER.MAX_ITER == 12
     first = {"run": str(parent), "iteration": 4, "changes": changes}
     second = {"run": str(tmp_path / "b"), "iteration": 11, "changes": [["SOLVER.MAX_ITER", 12, 14]]}
     found = [
@@ -218,7 +220,8 @@ def test_a_fork_is_another_run_than_its_parent(tmp_path, parent):
         {read_file(path)["run_id"] for path in folder.glob("*.pth")}
         for folder in (tmp_path / "fork", parent)
     )
-    assert (len(own), len(of_parent)) == (1, 1)
+    assert len(own) == 1
+    assert len(of_parent) == 1
     assert own != of_parent
     assert {(tmp_path / "fork/run_id").read_text()} == own
     assert {(parent / "run_id").read_text()} == of_parent

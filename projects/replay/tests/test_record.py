@@ -33,9 +33,7 @@ def resumed(cfg, caplog):
     ]
 
 
-def test_settings_and_threads_that_change_what_a_resumed_run_computes_are_shown(
-    tmp_path, caplog, monkeypatch
-):
+def test_settings_that_change_what_a_resumed_run_computes_are_shown(tmp_path, caplog):
     hooks = [{"NAME": "GarbageCollection", "PERIOD": 5, "ENABLED": True}]
     DefaultTrainer(cfg := tiny_cfg(tmp_path, "HOOKS", hooks)).train()
     others = {  # key: former value, value, what is used
@@ -62,11 +60,6 @@ def test_settings_and_threads_that_change_what_a_resumed_run_computes_are_shown(
     same.merge_from_file(str(tmp_path / "config.yaml"))
     assert list(same.HOOKS[0]) != list(hooks[0])  # the keys are in another order
     assert resumed(same, caplog) == []
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
-    assert resumed(same, caplog)[1:] == [
-        ["threads of torch", str(threads + 1), str(threads), "this run"]
-    ]
 
 
 def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_repeated(
@@ -79,7 +72,7 @@ def test_a_run_whose_checkpoints_are_in_parts_says_that_no_step_of_it_can_be_rep
     with pytest.raises(IndexError):
         trainer.train()
 
-    assert "A step of this run cannot be repeated: its checkpoints are in parts" in caplog.text
+    assert "its checkpoints are in parts" in caplog.text
     assert "To repeat the step" not in caplog.text
     assert not (tmp_path / "capsule.rank0.pt").exists()
 
@@ -104,7 +97,7 @@ def test_names_of_samples_that_cannot_be_had_do_not_end_a_run(tmp_path, caplog):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.CHECKPOINT_PERIOD", 1))
     trainer.register_hooks([stop_at(0)])
     trainer.train()
-    assert "The files of the last samples are not recorded: LookupError: no name" in caplog.text
+    assert "not recorded: LookupError: no name" in caplog.text
     assert (tmp_path / "model_0000000.pth").exists()
 
 

@@ -76,7 +76,9 @@ def test_a_replayed_step_has_the_batch_the_losses_and_the_gradients_of_the_run_w
         assert found.losses == kept.losses[iter]
         assert found.gradients.keys() == gradients.keys()
         assert all(torch.equal(found.gradients[name], gradients[name]) for name in gradients)
-        assert (found.verdict, found.differences, found.start) == (REPRODUCIBLE, [], start)
+        assert found.verdict == REPRODUCIBLE
+        assert found.differences == []
+        assert found.start == start
         assert (
             found.error == found.first_bad_module == found.first_bad_gradient == found.failure == ""
         )
@@ -101,7 +103,8 @@ def check_step_of_a_graph(tmp_path, device):
 
     found = replay(tmp_path, 8, job, prove=True)
 
-    assert (found.verdict, found.proof) == (REPRODUCIBLE, proof("model_final.pth"))
+    assert found.verdict == REPRODUCIBLE
+    assert found.proof == proof("model_final.pth")
     assert [name for name, _ in found.inspection.outputs] == [
         *(f"layers.{i}" for i in range(5)),
         "layers",
@@ -130,16 +133,13 @@ def test_a_nan_in_a_weight_is_found_with_its_name_and_module_also_before_the_fir
 
     found = replay(tmp_path, 7, job)
 
-    assert (found.inspection.not_finite_before, found.first_bad_module) == (
-        ["layers.4.bias"],
-        "layers.4",
-    )
+    assert found.inspection.not_finite_before == ["layers.4.bias"]
+    assert found.first_bad_module == "layers.4"
     assert found.error.startswith("FloatingPointError: the loss is not finite in iteration 7")
-    assert (found.verdict, found.start) == (REPRODUCIBLE, "the beginning")
-    assert (
-        found.on_the_way
-        == "14 of 14 logged values equal those in capsule.rank0.pt, iterations 0 to 6"
-    )
+    assert found.verdict == REPRODUCIBLE
+    assert found.start == "the beginning"
+    assert found.on_the_way.startswith("14 of 14 logged values equal those in capsule.rank0.pt")
+    assert found.on_the_way.endswith("iterations 0 to 6")
     with pytest.raises(CheckpointError, match="has no checkpoint after iteration"):
         replay(tmp_path, 7, job, prove=True)
 
@@ -309,7 +309,8 @@ def test_the_report_names_a_damaged_checkpoint_that_the_replay_would_have_used(t
     found = replay(tmp_path, 6, job)
     ranged = replay_range(tmp_path, 6, 7, CallbackHook, tmp_path / "out", job)
 
-    assert (found.start, found.num_before) == ("model_0000003.pth", 2)
+    assert found.start == "model_0000003.pth"
+    assert found.num_before == 2
     assert found.on_the_way.endswith(" in model_final.pth, iterations 4 to 6")
     assert found.verdict.startswith("reproducible: ")
     assert [text.partition(":")[0] for text in sorted(found.differences)] == [
@@ -386,7 +387,7 @@ def test_a_new_process_shows_that_the_machine_is_innocent(tmp_path, monkeypatch)
     command = [sys.executable, "-m", "trainkit.projects.replay", "run", "--iter", "5", "--", *words]
     printed = subprocess.run(command, capture_output=True, text=True)
     assert "\nverdict: other in each process (the order of a set" in printed.stdout, printed
-    assert "not as in the run: variable PYTHONHASHSEED: 1 in the run, not set now" in printed.stdout
+    assert "variable PYTHONHASHSEED: 1 in the run, not set now" in printed.stdout
 
 
 def test_values_that_no_sample_changes_are_no_proof(tmp_path):
@@ -409,8 +410,8 @@ def test_what_differs_from_the_run_is_said(run, tmp_path):
         assert not any("site-packages" in path or "/lib/python" in path for path in origin["files"])
         origin["files"] |= {"tests/engine/job.py": "another", "gone.py": "1"}
         origin["facts"] |= {"version of torch": "2.12.0", "device": "NVIDIA H100"}
+        state["trainer"]["num_threads"] = 1
         origin["facts"] |= {
-            "threads of torch": 1,
             "instructions of the CPU": "SSE",
             "variable OMP_SCHEDULE": "x",
         }
@@ -541,7 +542,7 @@ class Adversaries(DefaultTrainer):
         self.mine = iter(self.data_loader) if cfg.MODEL.OWN_ITERATOR else None
 
     def run_step(self):
-        batch = next(self.mine or self._trainer._data_loader_iter)
+        batch = next(self.mine) if self.mine else self.fetch()
         fake = self.model.generator(batch["x"])
         loss = self.model.critic(batch["x"]).mean() - self.model.critic(fake.detach()).mean()
         self.of_critic.zero_grad()
@@ -570,7 +571,8 @@ def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients_and_th
 
     good, bad = replay(tmp_path, 6, play), replay(tmp_path, 7, play, verdict=False, bisect=True)
 
-    assert (good.batch["x"].shape, len(good.samples)) == ((8, 4), 8)
+    assert good.batch["x"].shape == (8, 4)
+    assert len(good.samples) == 8
     assert [name for name, _ in good.inspection.outputs][:3] == [
         "generator",
         "critic.0",

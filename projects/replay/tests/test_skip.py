@@ -64,22 +64,19 @@ def test_an_iteration_gets_the_batch_after_those_that_are_left_out(tmp_path, pla
     found = batches(tmp_path, options=SKIP)
     assert same(found, plain, SHIFTED)
     assert not same(found, plain, {i: i for i in range(10)})
-    assert (
-        "the batches of iterations 3 to 4 are left out, and iteration 3 gets the next one"
-        in log(tmp_path)
-    )
+    assert "iterations 3 to 4 are left out" in log(tmp_path)
     cfg = prepare_projects(tiny_cfg(tmp_path, *SKIP))
     assert len(prepare_projects(cfg).HOOKS) == len(cfg.HOOKS) == 1
-    assert (left_out(tmp_path), left_out(tmp_path, "model_0000004")) == ([[3, 5], [6, 7]], [[3, 5]])
+    assert left_out(tmp_path) == [[3, 5], [6, 7]]
+    assert left_out(tmp_path, "model_0000004") == [[3, 5]]
 
 
 def test_a_range_behind_the_run_shifts_nothing_and_is_named(tmp_path, plain):
     batches(tmp_path, hooks=[stop_at(6)])
     found = batches(tmp_path, "--resume", options=("DATALOADER.SKIP", [[2, 4], [8, 9]]))
     assert same(found, plain, {7: 7, 8: 9, 9: 10})
-    assert "nothing of [2, 4] is left out, since the run continues with iteration 7" in log(
-        tmp_path
-    )
+    assert "nothing of [2, 4] is left out" in log(tmp_path)
+    assert "continues with iteration 7" in log(tmp_path)
     assert "nothing of [8, 9]" not in log(tmp_path)
 
 

@@ -15,10 +15,9 @@ from trainkit.data import (
     DatasetCatalog,
     RepeatFactorTrainingSampler,
     TrainingSampler,
+    batches_per_epoch,
     build_batch_data_loader,
     build_train_loader,
-    epoch_length,
-    iters_per_epoch,
     resume_obstacle,
 )
 from trainkit.engine import DefaultTrainer, default_argument_parser
@@ -73,7 +72,7 @@ def test_an_epoch_is_a_pass_over_the_longest_or_the_shortest():
         "min": {"each": 7 / 3, "round_robin": 7},
     }
     for epoch, by_mode in lengths.items():
-        found = {mode: float(epoch_length(combined(mode, epoch=epoch))) for mode in by_mode}
+        found = {mode: float(batches_per_epoch(combined(mode, epoch=epoch))) for mode in by_mode}
         assert found == pytest.approx(by_mode)
 
 
@@ -86,7 +85,7 @@ def test_a_loader_that_ends_starts_again_and_one_without_a_length_or_a_state_is_
         {"a": 1, "b": "y"},
     ]
     assert "the data loader (list) has no state_dict()" in resume_obstacle(loader)
-    assert iters_per_epoch(CombinedLoader({"a": [1], "b": DataLoader(Stream([0]))})) is None
+    assert batches_per_epoch(CombinedLoader({"a": [1], "b": DataLoader(Stream([0]))})) is None
     assert resume_obstacle(combined("each")) == ""
     with pytest.raises(ValueError, match="the loader 'b' of a CombinedLoader yields no batch"):
         take(CombinedLoader({"a": [1], "b": []}), 2)
@@ -150,7 +149,9 @@ def test_an_epoch_of_some_batches_is_the_unit_of_lengths_hooks_and_orders(tmp_pa
         [CallbackHook(before_epoch=lambda trainer: starts.append((trainer.iter, trainer.epoch)))]
     )
     trainer.train()
-    assert (trainer.max_iter, trainer.cfg.TEST.EVAL_PERIOD, trainer.iters_per_epoch) == (6, 2, 2)
+    assert trainer.max_iter == 6
+    assert trainer.cfg.TEST.EVAL_PERIOD == 2
+    assert trainer.iters_per_epoch == 2
     assert starts == [(0, 0), (2, 1), (4, 2)]
     orders = [TrainingSampler(40, seed=1).epoch_indices(epoch)[:16] for epoch in range(3)]
     assert torch.equal(found, inputs_in_order(torch.cat(orders)))
@@ -173,12 +174,10 @@ def test_a_limit_beyond_the_data_changes_nothing_and_another_number_of_workers_k
 ):
     cfg = tiny_cfg(tmp_path, "SOLVER.MAX_BATCHES_PER_EPOCH", 6, "SOLVER.REFERENCE_WORLD_SIZE", 2)
     assert DefaultTrainer(cfg).data_loader.state_dict()["kind"] == "TrainingSampler"
-    assert [scale_workers(cfg, num).SOLVER.MAX_BATCHES_PER_EPOCH for num in (1, 4, 16, 64)] == [
-        12,
-        3,
-        1,
-        1,
-    ]
+    assert scale_workers(cfg, 1).SOLVER.MAX_BATCHES_PER_EPOCH == 12
+    assert scale_workers(cfg, 4).SOLVER.MAX_BATCHES_PER_EPOCH == 3
+    assert scale_workers(cfg, 16).SOLVER.MAX_BATCHES_PER_EPOCH == 1
+    assert scale_workers(cfg, 64).SOLVER.MAX_BATCHES_PER_EPOCH == 1
 
 
 def test_limits_that_make_no_sense_are_errors(tmp_path):

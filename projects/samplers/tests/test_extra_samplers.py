@@ -135,10 +135,10 @@ def test_samples_are_repeated_as_often_as_their_factors_say():
     assert take(RepeatFactorTrainingSampler([1.0] * 9, seed=0), 9) != [*range(9)]
 
 
-def test_repeat_factors_that_make_no_stream_are_refused():
-    for factors in ([], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan]):
-        with pytest.raises(ValueError, match="repeat_factors must be finite, >= 0 and not all 0"):
-            RepeatFactorTrainingSampler(factors)
+@pytest.mark.parametrize("factors", [[], [0.0, 0.0], [1.0, -0.5], [1.0, math.nan]])
+def test_repeat_factors_that_make_no_stream_are_refused(factors):
+    with pytest.raises(ValueError, match="repeat_factors must be finite, >= 0 and not all 0"):
+        RepeatFactorTrainingSampler(factors)
 
 
 def test_repeat_factors_follow_the_rarest_category_of_a_sample():

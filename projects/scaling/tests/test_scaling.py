@@ -43,7 +43,8 @@ def test_iterations_of_schedules_are_divided_and_values_of_the_rate_multiplied()
         {"NAME": "UsersOwn", "PATIENCE": 8},
         {"NAME": "Exponential", "GAMMA": 0.5},
     ]
-    assert (cfg.SOLVER.SCHEDULES[0]["END"], scaled.MAX_ITER) == (8, 160)
+    assert cfg.SOLVER.SCHEDULES[0]["END"] == 8
+    assert scaled.MAX_ITER == 160
 
 
 def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alone(tmp_path):
@@ -68,22 +69,24 @@ def test_auto_scaling_changes_batch_rate_and_lengths_and_leaves_its_argument_alo
     )
     cfg.freeze()
     scaled = DefaultTrainer.auto_scale_workers(cfg, 4)
-    assert (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_ITER) == (16, 0.1, 100)
+    assert cfg.SOLVER.IMS_PER_BATCH == 16
+    assert cfg.SOLVER.BASE_LR == 0.1
+    assert cfg.SOLVER.MAX_ITER == 100
     solver = scaled.SOLVER
-    assert (solver.IMS_PER_BATCH, solver.BASE_LR, solver.MAX_ITER, solver.STEPS) == (
-        8,
-        0.05,
-        200,
-        (120, 160),
-    )
-    assert (solver.OPTIMIZER.LR, solver.WARMUP_ITERS, solver.CHECKPOINT_PERIOD) == (0.1, 4, "2ep")
-    assert (scaled.TEST.EVAL_PERIOD, scaled.TEST.EVAL_START, scaled.CHECKPOINT.START) == (10, 0, 40)
+    assert solver.IMS_PER_BATCH == 8
+    assert solver.BASE_LR == 0.05
+    assert solver.MAX_ITER == 200
+    assert solver.STEPS == (120, 160)
+    assert solver.OPTIMIZER.LR == 0.1
+    assert solver.WARMUP_ITERS == 4
+    assert solver.CHECKPOINT_PERIOD == "2ep"
+    assert scaled.TEST.EVAL_PERIOD == 10
+    assert scaled.TEST.EVAL_START == 0
+    assert scaled.CHECKPOINT.START == 40
     shorter = DefaultTrainer.auto_scale_workers(cfg, 80)
-    assert (shorter.TEST.EVAL_PERIOD, shorter.TEST.EVAL_START, shorter.CHECKPOINT.START) == (
-        1,
-        0,
-        2,
-    )
+    assert shorter.TEST.EVAL_PERIOD == 1
+    assert shorter.TEST.EVAL_START == 0
+    assert shorter.CHECKPOINT.START == 2
     assert solver.REFERENCE_WORLD_SIZE == 4
     assert scaled.is_frozen()
     assert DefaultTrainer.auto_scale_workers(scaled, 4) is scaled

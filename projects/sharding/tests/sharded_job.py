@@ -110,7 +110,7 @@ def whole(tensor):
 
 def outcome(trainer):
     """What has to be the same, whatever each rank holds."""
-    (average,) = (hook for hook in trainer._hooks if type(hook).__name__ == "EMAHook")
+    (average,) = (hook for hook in trainer.hooks if type(hook).__name__ == "EMAHook")
     states, losses = trainer.optimizer.state_dict()["state"], scalars(trainer)
     return {
         "weights": {name: whole(value) for name, value in trainer.model.state_dict().items()},

@@ -147,7 +147,9 @@ def test_custom_keys_that_count_for_nothing_draw_a_warning(caplog):
         "head": {"lr_factor": 2.0},
     }
     build_param_groups(model, 1.0, None, ParamRules(custom_keys=keys))
-    assert caplog.messages == ["Custom keys that match no parameter and have no effect: hea, hed"]
+    [text] = caplog.messages
+    assert text.startswith("Custom keys")
+    assert text.endswith(": hea, hed")
 
 
 class Tied(nn.Module):
@@ -199,7 +201,8 @@ def test_a_shared_parameter_is_of_the_kinds_of_all_its_owners(caplog):
 )
 def test_a_factor_that_counts_for_no_parameter_draws_a_warning(factors, decay, message, caplog):
     build_param_groups(Net(), 1.0, decay, ParamRules(**factors))
-    assert caplog.messages == [f"Factors that count for no parameter and have no effect: {message}"]
+    [text] = caplog.messages
+    assert text.endswith(f": {message}")
 
 
 def test_the_rules_for_biases_take_in_others_by_a_key_and_else_name_them(caplog):
@@ -263,18 +266,25 @@ def solver_test_net_depth(name):
     return int(name.startswith("head")), 2
 
 
-def test_custom_keys_and_layer_decay_reach_the_rates():
-    keys = {"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "BIAS_LR_FACTOR": 3.0}
-    decay = {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "solver_test_net_depth"}}
-    for groups, expected in (
-        (keys, [1.0, 3.0, 0.5, 1.5]),
-        ({**keys, "CUSTOM_KEYS_ONLY": True}, [1.0, 3.0, 0.5, 0.5]),
-        ({**keys, "KEY_MATCH": "exact"}, [1.0, 3.0, 1.0, 3.0]),
-        (decay, [0.5, 0.5, 1.0, 1.0]),
-    ):
-        found = rates(Net(), groups)
-        names = ("conv.weight", "conv.bias", "head.weight", "head.bias")
-        assert [found[name][0] for name in names] == expected, groups
+OF_THE_HEAD = {"CUSTOM_KEYS": [{"KEY": "head", "LR_FACTOR": 0.5}], "BIAS_LR_FACTOR": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        (OF_THE_HEAD, [1.0, 3.0, 0.5, 1.5]),
+        ({**OF_THE_HEAD, "CUSTOM_KEYS_ONLY": True}, [1.0, 3.0, 0.5, 0.5]),
+        ({**OF_THE_HEAD, "KEY_MATCH": "exact"}, [1.0, 3.0, 1.0, 3.0]),
+        (
+            {"LAYER_DECAY": {"RATE": 0.5, "SCHEME": "solver_test_net_depth"}},
+            [0.5, 0.5, 1.0, 1.0],
+        ),
+    ],
+)
+def test_custom_keys_and_layer_decay_reach_the_rates(groups, expected):
+    found = rates(Net(), groups)
+    names = ("conv.weight", "conv.bias", "head.weight", "head.bias")
+    assert [found[name][0] for name in names] == expected
 
 
 def test_custom_keys_give_the_options_of_lars():
@@ -360,8 +370,12 @@ def test_a_group_is_called_by_what_and_where_its_parameters_are():
     alike = [{"params": [param]} for param in (model.head.weight, nn.Parameter(torch.zeros(1)))]
     own = [{"params": [model.head.bias], "name": "mine"}, {"params": [model.head.weight]}]
     assert group_names([*by_layer, *alike, *own], model) == [
-        *("layers.0 weight+bias+norm", "layers.1 weight+bias+norm"),
-        *("head weight", "weight", "mine", "head weight 2"),
+        "layers.0 weight+bias+norm",
+        "layers.1 weight+bias+norm",
+        "head weight",
+        "weight",
+        "mine",
+        "head weight 2",
     ]
 
 

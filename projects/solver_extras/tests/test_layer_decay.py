@@ -232,13 +232,16 @@ def test_the_rest_is_named_in_the_log_and_may_come_first_outside_the_backbone(ca
     names = ["decode_head.w", "backbone.patch_embed.w", "backbone.layers.0.w", "backbone.ln1.w"]
     found = factors(names, 0.5, "vit", num_layers=1)
     assert [*found.values()] == [1.0, 0.25, 0.5, 1.0]
-    assert caplog.messages == [
-        "Layer decay 'vit': 2 parameters are the rest, at depth 2 of 2: decode_head.w, backbone.ln1.w"
-    ]
+    [text] = caplog.messages
+    assert text.startswith("Layer decay 'vit': 2 parameters")
+    assert "depth 2 of 2" in text
+    assert text.endswith(": decode_head.w, backbone.ln1.w")
 
 
 def test_a_shared_parameter_has_the_depth_of_its_first_layer():
     model = Named(["head.weight", "embeddings.w", "layer.0.w", "z.w"])
     model.embeddings.word = model.head.weight
     factor_of = build_layer_decay(model, 0.5, "vit", num_layers=1)
-    assert [factor_of(name) for name in ("head.weight", "layer.0.w", "z.w")] == [0.25, 0.5, 1.0]
+    assert factor_of("head.weight") == 0.25
+    assert factor_of("layer.0.w") == 0.5
+    assert factor_of("z.w") == 1.0

@@ -195,7 +195,7 @@ def test_entries_that_never_reach_the_rate_are_a_warning_with_the_largest_rate(
     rates = lrs_of(make_cfg(*entries, MAX_ITER=100), 100)
     assert max(rates) == pytest.approx(largest, abs=1e-4)
     [text] = [text for text in caplog.messages if "never reaches" in text]
-    assert f"reaches 1: the largest is {max(rates):.6g}" in text
+    assert f"reaches 1: the largest is {max(rates):.3g}, " in text
 
 
 def test_entries_in_a_row_reach_the_rate_and_are_no_warning(caplog):
@@ -285,10 +285,9 @@ def test_schedules_replace_the_schedule_with_a_name_and_the_log_says_so(caplog):
     )
     # the last value, that of iteration 9, stays
     assert lrs_of(cfg) == [1.0] * 4 + [0.5] * 4 + [0.25] * 4
-    assert (
-        "SOLVER.SCHEDULES is used; SOLVER.LR_SCHEDULER_NAME and SOLVER.WARMUP_* have no effect"
-        in caplog.messages
-    )
+    [text] = [text for text in caplog.messages if text.startswith("SOLVER.SCHEDULES is used")]
+    assert "SOLVER.LR_SCHEDULER_NAME" in text
+    assert "SOLVER.WARMUP_*" in text
     assert isinstance(build(make_cfg(WARMUP_ITERS=0)), LRMultiplier)
 
 

@@ -33,7 +33,10 @@ def test_frozen_parameters_are_left_out_and_come_from_the_file_and_others_are_an
     )
     held = read_file(tmp_path / "run/model.pth")
     assert {name.split(".")[0] for name in held["model"]} == {"1", "2"}
-    assert held["model"]._metadata["1"] == {"version": 2}
+    # without the version of batch norm, the file would be taken for one of before this buffer
+    del held["model"]["1.num_batches_tracked"]
+    missing = adapted(1).load_state_dict(held["model"], strict=False).missing_keys
+    assert "1.num_batches_tracked" in missing
     model, state = adapted(7), Counter()
     with pytest.raises(
         CheckpointError, match=r"2 frozen parameters, such as '0\.(weight|bias)', differ"
@@ -46,7 +49,8 @@ def test_frozen_parameters_are_left_out_and_come_from_the_file_and_others_are_an
     assert (
         Checkpointer(model, tmp_path / "run", frozen=frozen, state=state).resume_or_load("") == {}
     )
-    assert [model[i].weight.unique().item() for i in (0, 2)] == [1, 5]
+    assert model[0].weight.unique().item() == 1
+    assert model[2].weight.unique().item() == 5
     assert state.value == 3
     frozen.before_save(again := {"model": model.state_dict()})
     assert again["frozen_digests"] == held["frozen_digests"]

@@ -39,7 +39,8 @@ def test_at_start_it_evaluates_before_the_first_iteration_of_a_new_run_and_leave
     (trainer, found), before = make(0, eval_at_start=True), torch.get_rng_state()
     trainer.train(0, 4)
     trainer.train(2, 4)
-    assert (found, torch.equal(torch.get_rng_state(), before)) == ([0, 4, 4], True)
+    assert found == [0, 4, 4]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("period", [0, 1])
@@ -47,16 +48,24 @@ def test_a_failure_in_the_last_iteration_is_followed_by_no_evaluation(period):
     trainer, found = make(period, step=fail_at(5))
     with pytest.raises(RuntimeError, match="step 5 failed"):
         trainer.train(0, 6)
-    assert (trainer.iter, trainer.status) == (5, "failed")
+    assert trainer.iter == 5
+    assert trainer.status == "failed"
     assert found == {0: [], 1: [1, 2, 3, 4, 5]}[period]
 
 
-def test_a_stopped_run_is_not_evaluated_and_one_that_finishes_early_once():
-    for at, finished, expected in ((3, False, [4]), (3, True, [4]), (0, True, [1])):
-        trainer, found = make(4)
-        trainer.register_hooks([stop_at(at, finished=finished)])
-        trainer.train(0, 10)
-        assert found == expected
+@pytest.mark.parametrize(
+    ("at", "finished", "evaluated"),
+    [
+        (3, False, [4]),  # the evaluation that is due
+        (3, True, [4]),
+        (0, True, [1]),
+    ],
+)
+def test_a_stopped_run_is_not_evaluated_and_one_that_finishes_early_once(at, finished, evaluated):
+    trainer, found = make(4)
+    trainer.register_hooks([stop_at(at, finished=finished)])
+    trainer.train(0, 10)
+    assert found == evaluated
 
 
 def test_results_are_stored_flat_and_not_smoothed_and_must_be_numbers():

@@ -39,19 +39,27 @@ def make(scheduler, trainer_class=SimpleTrainer, lr=0.5, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "last"),
+    ("schedule", "rates", "last"),
     [
-        (MultiStepParamScheduler([1.0, 0.5, 0.25], num_updates=ITERS, milestones=[2, 5]), 0.25),
-        (CompositeParamScheduler(HALVES, [0.5, 0.5], ["rescaled", "rescaled"]), 0.5),
+        (
+            MultiStepParamScheduler([1.0, 0.5, 0.25], num_updates=ITERS, milestones=[2, 5]),
+            [0.5, 0.5, 0.25, 0.25, 0.25, 0.125, 0.125, 0.125],
+            0.125,
+        ),
+        (
+            CompositeParamScheduler(HALVES, [0.5, 0.5], ["rescaled", "rescaled"]),
+            [0.5, 0.5, 0.5, 0.5, 0.5, 0.4375, 0.375, 0.3125],
+            0.25,
+        ),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=["steps", "composite"],
 )
-def test_a_schedule_of_fvcore_is_followed_and_keeps_its_last_value(schedule, last):
+def test_a_schedule_of_fvcore_is_followed_and_keeps_its_last_value(schedule, rates, last):
     trainer, used = make(schedule)
     trainer.train(0, ITERS)
-    assert used == [(0.5 * schedule(iter / ITERS), iter) for iter in range(ITERS)]
+    assert used == [(rate, iter) for iter, rate in enumerate(rates)]
     assert trainer.storage.history("lr").values() == used
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * last)
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(last)
     assert trainer.storage.smoothing_hints()["lr"] is False
 
 
@@ -91,22 +99,30 @@ def test_a_first_update_that_the_scaler_skips_shifts_nothing():
     assert trainer.model.weight.item() == 1.0 - 4.0 * sum(lr for lr, _ in used[1:])
 
 
-def test_the_lr_shown_is_that_of_the_largest_group_or_else_the_most_common_one(caplog):
+@pytest.mark.parametrize(
+    ("rates", "sizes", "shown"),
+    [
+        ([0.1, 0.2], [1, 3], "group 2 of 2"),
+        ([0.1, 0.2, 0.4, 0.2], [1, 1, 1, 1], "group 2 of 4"),
+    ],
+)
+def test_the_lr_shown_is_that_of_the_largest_group_or_else_the_most_common_one(
+    rates, sizes, shown, caplog
+):
     caplog.set_level("INFO")
-    for groups in ([(0.1, 1), (0.2, 3)], [(0.1, 1), (0.2, 1), (0.4, 1), (0.2, 1)]):
-        parameters = [
-            {"lr": lr, "params": [nn.Parameter(torch.zeros(1)) for _ in range(n)]}
-            for lr, n in groups
-        ]
-        optimizer = torch.optim.SGD(parameters, lr=1.0)
-        trainer = SimpleTrainer(Weight(), [torch.tensor(1.0)], optimizer)
-        hook = LRScheduler(optimizer, given := ConstantParamScheduler(1.0))  # both can be given
-        trainer.register_hooks([hook])
-        assert hook.scheduler is given
-        trainer.train(0, 1)
-        assert isinstance(hook.scheduler, LRMultiplier)
-        assert trainer.storage.latest()["lr"][0] == 0.2
-        assert f"The lr shown is that of parameter group 2 of {len(groups)}" in caplog.messages
+    parameters = [
+        {"lr": lr, "params": [nn.Parameter(torch.zeros(1)) for _ in range(size)]}
+        for lr, size in zip(rates, sizes, strict=True)
+    ]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    trainer = SimpleTrainer(Weight(), [torch.tensor(1.0)], optimizer)
+    hook = LRScheduler(optimizer, given := ConstantParamScheduler(1.0))  # both can be given
+    trainer.register_hooks([hook])
+    assert hook.scheduler is given
+    trainer.train(0, 1)
+    assert isinstance(hook.scheduler, LRMultiplier)
+    assert trainer.storage.latest()["lr"][0] == 0.2
+    assert [text for text in caplog.messages if text.endswith(shown)]
 
 
 def test_a_rate_that_is_a_tensor_is_stored_as_it_was_in_each_iteration(asynchronous):
@@ -114,9 +130,8 @@ def test_a_rate_that_is_a_tensor_is_stored_as_it_was_in_each_iteration(asynchron
         LinearParamScheduler(1.0, 0.0), lr=torch.tensor(0.5), async_write_metrics=asynchronous
     )
     trainer.train(0, 8)
-    assert trainer.storage.history("lr").values() == [
-        (0.5 * (1 - iter / 8), iter) for iter in range(8)
-    ]
+    rates = [0.5, 0.4375, 0.375, 0.3125, 0.25, 0.1875, 0.125, 0.0625]
+    assert trainer.storage.history("lr").values() == [(rate, i) for i, rate in enumerate(rates)]
 
 
 def with_a_later_group(make_scheduler, added, start=2):
@@ -138,10 +153,15 @@ def with_a_later_group(make_scheduler, added, start=2):
 
 
 @pytest.mark.parametrize(
-    ("added", "base"), [({"lr": 0.25}, 0.25), ({"lr": 0.1, "initial_lr": 0.125}, 0.125), ({}, 0.5)]
+    ("added", "base", "later"),
+    [
+        ({"lr": 0.25}, 0.25, [0.15625, 0.125]),
+        ({"lr": 0.1, "initial_lr": 0.125}, 0.125, [0.078125, 0.0625]),
+        ({}, 0.5, [0.3125, 0.25]),
+    ],
 )
 def test_the_rate_of_a_group_that_is_added_later_is_its_base_rate_times_the_schedule(
-    added, base, caplog
+    added, base, later, caplog
 ):
     caplog.set_level("INFO")
     trainer, rates = with_a_later_group(
@@ -150,7 +170,8 @@ def test_the_rate_of_a_group_that_is_added_later_is_its_base_rate_times_the_sche
     trainer.train(0, 5)
     assert rates[:2] == [[0.5], [0.4375]]
     assert rates[2] == [0.375, added.get("lr", 0.5)]  # as it was given, until the next iteration
-    assert rates[3:] == [[0.5 * 5 / 8, base * 5 / 8], [0.5 * 4 / 8, base * 4 / 8]]
+    assert rates[3] == [0.3125, later[0]]
+    assert rates[4] == [0.25, later[1]]
     assert f"their lr, [{base}], are base rates, which the schedule multiplies" in caplog.text
 
 

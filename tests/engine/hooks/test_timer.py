@@ -1,3 +1,4 @@
+import re
 import time
 
 import pytest
@@ -33,7 +34,9 @@ def test_the_time_of_a_step_is_stored_without_hooks_and_the_warm_up_of_a_new_run
     trainer = timed(advance)
     trainer.train(0, 6)
     assert trainer.storage.history("time").values() == [(12.0, 2), (13.0, 3), (14.0, 4), (15.0, 5)]
-    assert caplog.messages[-1] == "4 iterations in 0:00:54 (13.5000 s each); with hooks 0:14:14"
+    times = re.findall(r"[\d:.]+", caplog.messages[-1])
+    # timed iterations, those that are not, in all, each, with hooks
+    assert times == ["4", "2", "0:00:54", "13.5000", "0:14:14"]
     trainer.train(6, 9)
     assert trainer.storage.history("time").values()[4:] == [(16.0, 6), (17.0, 7), (18.0, 8)]
     trainer = timed(advance, warmup_iter=0)
@@ -47,9 +50,12 @@ def test_the_summary_is_of_the_timed_steps_and_what_lies_between_them(advance):
     trainer.train(0, 2)
     assert timer.summary() == ""  # warm-up only
     trainer.train(0, 6)
-    in_hooks = "88 % of the run in hooks"
-    assert timer.summary() == f"13.5 s per step; {in_hooks}"
+    assert timer.summary().startswith("13.5 s per step")
+    assert "waiting for data" not in timer.summary()
+    assert "88 % of the run in hooks" in timer.summary()
     # the first two are warm-up
     for iter, data_sec in enumerate([100.0, 100.0, 3.0, 3.0, 3.5, 4.0]):
         trainer.storage.put_scalar("data_time", data_sec, cur_iter=iter)
-    assert timer.summary() == f"13.5 s per step, 25 % of it waiting for data; {in_hooks}"
+    assert timer.summary().startswith("13.5 s per step")
+    assert "25 % of it waiting for data" in timer.summary()
+    assert "88 % of the run in hooks" in timer.summary()

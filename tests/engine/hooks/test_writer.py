@@ -1,5 +1,4 @@
 import json
-import re
 import threading
 
 import pytest
@@ -121,7 +120,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(
     path = tmp_path / "metrics.json"
     trainer = writing_run(path, stop_at(stop), asynchronous=is_asynchronous)
     trainer.train(0, 13)
-    assert (trainer.status, rows(path)[-1]["iteration"]) == ("stopped", stop)  # for the user to see
+    assert trainer.status == "stopped"
+    assert rows(path)[-1]["iteration"] == stop  # for the user to see
     if not in_process:
         state = through_a_file(trainer.state_dict())
         trainer = writing_run(path, asynchronous=is_asynchronous)
@@ -265,8 +265,7 @@ def test_the_last_line_of_a_run_that_finishes_early_counts_the_iterations_that_w
         PeriodicWriter([CommonMetricPrinter(8, iters_per_epoch=5)], period=3),
     ]
     Steps(hooks, lambda iter: get_event_storage().put_scalar("a", 1.0)).train(0, 8)
-    lines = [message for message in caplog.messages if "iterations" in message]
-    assert re.search(r"\[Epoch .+?\]  after \d of \d", lines[-1])[0] == "[Epoch 1/2]  after 5 of 8"
+    assert "epoch 1/2  after 5/8" in caplog.messages[-1]
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from trainkit.engine.policies import POLICIES, NonFinitePolicy
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.build import build_gradient_clipper
 from trainkit.utils.device import device_of, runs_ahead
-from trainkit.utils.errors import look_up
+from trainkit.utils.errors import look_up, unknown_name
 from trainkit.utils.registry import Registry
 
 TRAINER_REGISTRY = Registry("TRAINER")
@@ -118,7 +118,8 @@ def _build_policy(cfg: CfgNode) -> NonFinitePolicy:
     max_in_row = cfg.SOLVER.NON_FINITE.MAX_IN_ROW
     if name in POLICIES:
         return POLICIES[name](max_in_row)
-    build: Callable[[int], NonFinitePolicy] = look_up(
-        POLICY_REGISTRY, name, "SOLVER.NON_FINITE.POLICY"
-    )
+    if name not in POLICY_REGISTRY:
+        known = [*POLICIES, *(registered for registered, _ in POLICY_REGISTRY)]
+        raise unknown_name("SOLVER.NON_FINITE.POLICY", name, "accepted", known)
+    build: Callable[[int], NonFinitePolicy] = POLICY_REGISTRY.get(name)
     return build(max_in_row)

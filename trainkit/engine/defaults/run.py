@@ -4,6 +4,7 @@ import argparse
 import weakref
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from trainkit.checkpoint import Checkpointer
@@ -46,6 +47,7 @@ def run(
             TEST.EXPECTED_RESULTS.
     """
     with user_errors_exit():
+        _check_launched(args)
         cfg = get_cfg() if cfg is None else cfg.clone()
         if not cfg.is_frozen():
             if args.config_file:
@@ -58,6 +60,17 @@ def run(
         trainer = trainer_class(cfg)
         trainer.resume_or_load(resume=args.resume)
         return trainer.train()
+
+
+def _check_launched(args: argparse.Namespace) -> None:
+    """Raises ConfigError if the options ask for several processes, and this one is alone."""
+    wanted = args.num_gpus * args.num_machines
+    if wanted > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"the options ask for {wanted} processes, and this script has started one; call "
+            "launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, "
+            "args=(args,)), where main(args) calls run()"
+        )
 
 
 class EvaluationRun(TrainerBase):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from trainkit.utils.collect_env import collect_env_info
 from trainkit.utils.device import resolve_device
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.errors import unknown_name
-from trainkit.utils.logger import log_file, printable, setup_logger
+from trainkit.utils.logger import LINE_WIDTH, break_line, log_file, printable, setup_logger
 from trainkit.utils.plugins import find_plugins, load, type_name
 from trainkit.utils.run_folder import is_in_use
 
@@ -198,7 +199,10 @@ def _log_start(cfg: CfgNode, eval_only: bool) -> None:
     logger.info("Command: %s", " ".join(sys.argv))
     if is_restarted() and not eval_only:
         logger.info("The run was restarted; it resumes from its last checkpoint, if there is one")
-    changes = [f"  {key}: {value!r}" for key, value in changed_settings(cfg, get_cfg())]
+    changes = []
+    for key, value in changed_settings(cfg, get_cfg()):
+        line = break_line(f"{key}: {value!r}", LINE_WIDTH - 2)
+        changes.append(indent(line, "  "))
     logger.info(
         "Configuration, as far as it differs from the defaults:\n%s",
         "\n".join(changes) or "  nowhere",

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.checkpoint import FORMAT_REGISTRY, Checkpointer
-from trainkit.checkpoint.atomic import loading, write_text
+from trainkit.checkpoint.atomic import write_text
+from trainkit.checkpoint.errors import loading
 from trainkit.checkpoint.folder import read_finished
 from trainkit.config import (
     CfgNode,
@@ -59,11 +60,17 @@ from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
 from trainkit.utils.events import EventStorage, EventWriter
+from trainkit.utils.logger import LINE_WIDTH, break_line
 from trainkit.utils.periods import check_number, say_done
 from trainkit.utils.plugins import find_plugins, load
 from trainkit.utils.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
+
+# files of a run that are not for people, and periodic checkpoints
+_NOT_SHOWN = re.compile(
+    r"model_\d+\..*|last_checkpoint|run_id|finished|slurm_job|events\..+|.+\.cut_\d+|previous_\d+"
+)
 
 
 class _OfStepTrainer:
@@ -235,12 +242,13 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     def train(  # type: ignore[override]
         self, start_iter: int | None = None, max_iter: int | None = None
     ) -> dict[str, Any]:
-        """Train to SOLVER.MAX_ITER from the current position, or from ``start_iter``.
+        """Train from the current position, or ``start_iter``, to ``max_iter``.
 
-        `resume_or_load` sets the position. If a run was stopped or failed in this process, training
-        continues with the next iteration. A finished run is not started again. What another trainer
-        of this process has written to the folders is moved to ``previous_<n>`` there, unless this
-        one has loaded a state to go on from.
+        Without ``max_iter`` it ends where the last ``train()`` was to end, at first at
+        SOLVER.MAX_ITER. `resume_or_load` sets the position. If a run was stopped or failed in this
+        process, training continues with the next iteration. A finished run is not started again.
+        What another trainer of this process has written to the folders is moved to
+        ``previous_<n>`` there, unless this one has loaded a state to go on from.
 
         Returns:
             The results of the last evaluation, on rank 0.
@@ -316,7 +324,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
     def _summary(self) -> str:
         """The end of the run: progress, the ``summary()`` of each hook, files.
 
-        Periodic checkpoints are left out.
+        Periodic checkpoints, and files that no person reads, are left out.
         """
         verb = "was" if self.status == "stopped" else "has"
         max_iter = self.max_iter
@@ -324,17 +332,17 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         if self._early is not None:
             max_iter = self._early.max_iter
             reason = f", early: {self._early.reason}"
-        lines = [f"The run {verb} {self.status} {say_done(self.iter, max_iter)}{reason}"]
+        lines = [f"The run {verb} {self.status} {say_done(self.done, max_iter)}{reason}"]
         for hook in self.hooks:
             line = hook.summary()
             if line:
                 lines.append(line)
         names = []
         for path in sorted(Path(self.cfg.OUTPUT_DIR).glob("[!.]*")):
-            is_periodic_checkpoint = re.match(r"model_\d+\.", path.name) is not None
-            if path.name != LOCK_FILE and not is_periodic_checkpoint:
+            if path.name != LOCK_FILE and not _NOT_SHOWN.fullmatch(path.name):
                 names.append(path.name)
-        lines.append(f"files in {self.cfg.OUTPUT_DIR}: {', '.join(names)}")
+        files = f"files in {self.cfg.OUTPUT_DIR}: {', '.join(names)}"
+        lines.append(break_line(files, LINE_WIDTH - 2).replace("\n", "\n  "))
         if self.status != "finished" and self.checkpointer.has_checkpoint():
             lines.append("to go on: the same command with --resume, or trainer.train()")
         return "\n  ".join(lines)
@@ -402,8 +410,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             logger.info("torch uses %d threads, as in the checkpoint; here it had %d", saved, own)
         else:
             logger.warning(
-                "NUM_THREADS is %d, and the checkpoint is of a run with %d threads: a resumed run "
-                "may differ in the last bits",
+                "By NUM_THREADS torch uses %d threads; in the checkpoint's run it used %d: the last "
+                "bits may differ",
                 own,
                 saved,
             )
@@ -424,7 +432,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             return {"test": me._evaluate(me.cfg.DATASETS.TEST)}  # those of VAL have no prefix
 
         built: list[HookBase] = []
-        # first: the time of a step must not include other hooks
+        # first: the time of a step must not include the after_step of other hooks
         built += take(hooks.IterationTimer)
         # early: checkpoint and evaluation must already have the next learning rate, as they do
         # after a resume

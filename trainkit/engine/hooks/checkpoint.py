@@ -208,9 +208,10 @@ class BestCheckpointer(MetricHook):
     """Save ``<file_prefix>`` when an evaluation gives the best value of ``val_metric`` so far.
 
     This does not move ``last_checkpoint``. If the file cannot be written, the error is logged and
-    the value does not count; an asynchronous save counts when it starts. The entry ``best_of`` of
-    the file names the metric; a hook with ``evaluated_models`` makes these the ``model`` of the
-    file. The checkpointer is trainkit's or fvcore's. For other arguments see `MetricHook`.
+    the value does not count; an asynchronous save counts when it starts. The entries ``best_of``,
+    ``best_mode`` and ``best_value`` of the file have the metric, its mode and its value; a hook
+    with ``evaluated_models`` makes these the ``model`` of the file. The checkpointer is trainkit's
+    or fvcore's. For other arguments see `MetricHook`.
     """
 
     priority = SAVE_POINT + 3
@@ -255,7 +256,9 @@ class BestCheckpointer(MetricHook):
 
     def act(self, decision: list[str]) -> None:
         if self.best is not None and self.file_prefix in decision:  # on rank 0
-            logger.info("%s is %.5g, the best so far", self.monitored_metric, self.best)
+            logger.info(
+                "%s is %.5g, the best so far (%s)", self.monitored_metric, self.best, self.mode
+            )
         for name in decision:
             self.trainer.request_save(name, partial(self._save, name, self.trainer.done - 1))
 
@@ -275,6 +278,8 @@ class BestCheckpointer(MetricHook):
         if isinstance(self.checkpointer, Checkpointer):
             entries["iteration"] = iteration
             entries["best_of"] = self.monitored_metric
+            entries["best_mode"] = self.mode
+            entries["best_value"] = self.best
             self.checkpointer.save(name, tag_last=False, **entries)
             return
         # fvcore's checkpointer always moves it, so it is put back

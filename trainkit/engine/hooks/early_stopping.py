@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from trainkit.engine.hook_base import HOOK_REGISTRY, SAVE_POINT
 from trainkit.engine.hooks.monitor import MetricHook, Mode
-from trainkit.utils.periods import check_number, check_period, round_length
+from trainkit.utils.periods import check_number, check_period, round_length, say_done
 
 
 @HOOK_REGISTRY.register()
@@ -105,7 +105,9 @@ class EarlyStopping(MetricHook):
             return f"{metric} is {value}, which is worse than {self._divergence}"
         if self.not_better < self._patience:
             return ""
-        best = f"{self.best} (iteration {self.best_iter})"
+        best = f"{self.best}"
+        if self.best_iter is not None:
+            best += f", {say_done(self.best_iter + 1)},"
         return f"{metric} has not been better than {best} in {self.not_better} evaluations"
 
     def act(self, decision: str) -> None:

@@ -94,12 +94,10 @@ class EvalHook(PeriodicHook):
             self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)
         if results and self.trainer.is_training():
             first_results = list(results.items())[:6]  # the files have all
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in first_results)
-            logger.info(
-                "Evaluated %s: %s",
-                say_done(self.trainer.done, self.trainer.max_iter),
-                shown,
-            )
+            fields = [f"Evaluated {say_done(self.trainer.done, self.trainer.max_iter)}"]
+            fields += [f"{name}: {value:.4g}" for name, value in first_results]
+            # the log breaks a long line between fields that are two spaces apart
+            logger.info("%s", "  ".join(fields))
 
 
 @HOOK_REGISTRY.register()

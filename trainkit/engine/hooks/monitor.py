@@ -97,7 +97,7 @@ class MetricHook(PeriodicHook):
             )
             logger.warning(text, hook, metric)
             return "max"
-        text = "%s: %s values of %r are better, by its name; set mode to change this"
+        text = "%s: %s %s is better, by its name; set mode to change this"
         logger.info(text, hook, _BETTER[by_name], metric)
         return by_name
 

@@ -12,10 +12,11 @@ logger = logging.getLogger(__name__)
 
 @HOOK_REGISTRY.register()
 class IterationTimer(HookBase):
-    """Store ``time``, the seconds of each step without hooks, and log the mean at the end.
+    """Store ``time``, the seconds of each step, and log the mean at the end.
 
-    It runs before every other hook. Steps before the ``warmup_iter``-th of a new run (allocations,
-    autotuning) are not timed.
+    A step is timed from its ``before_step`` to its ``after_step``. This hook runs before every
+    other one, so the time holds their ``before_step`` and ``after_backward``. Steps before the
+    ``warmup_iter``-th of a new run (allocations, autotuning) are not timed.
     """
 
     priority = Priority.HIGHEST - 1
@@ -61,9 +62,12 @@ class IterationTimer(HookBase):
     def after_train(self) -> None:
         self._total_sec = time.perf_counter() - self._start_sec
         if self._timed_iters > 0:
+            num_skipped = self.trainer.done - self.trainer.start_iter - self._timed_iters
+            skipped = f" (without the first {num_skipped})" if num_skipped > 0 else ""
             logger.info(
-                "%d iterations in %s (%.4f s each); with hooks %s",
+                "%d iterations%s in %s (%.4f s each); with hooks %s",
                 self._timed_iters,
+                skipped,
                 datetime.timedelta(seconds=round(self._steps_sec)),
                 self._steps_sec / self._timed_iters,
                 datetime.timedelta(seconds=round(self._total_sec)),

@@ -28,8 +28,8 @@ class HistoryBuffer:
         self._iterations = array("q")
         self._count = 0
         self._sum = 0.0
-        # window size -> median, of those that were asked for since the last put
-        self._medians: dict[int, float] = {}
+        # results of `smooth` since the last put: several writers ask for them at the same time
+        self._smoothed: dict[int, tuple[float, int]] = {}
 
     def update(self, value: float, iteration: int | None = None) -> None:
         """Append a value; ``iteration`` defaults to the number of values before."""
@@ -42,10 +42,12 @@ class HistoryBuffer:
         self._values.extend(values)
         self._iterations.extend(iterations)
         self._count += len(values)
-        self._medians = {}
+        self._smoothed = {}
         # one after the other: the sum has the same bits as after single updates
+        total = self._sum
         for value in values:
-            self._sum += value
+            total += value
+        self._sum = total
         if len(self._values) >= self._length_to_drop:
             del self._values[: -self._max_length]
             del self._iterations[: -self._max_length]
@@ -61,12 +63,6 @@ class HistoryBuffer:
 
         If none of them is finite, the newest value.
         """
-        # several writers ask for it at the same time
-        if window_size not in self._medians:
-            self._medians[window_size] = self._find_median(window_size)
-        return self._medians[window_size]
-
-    def _find_median(self, window_size: int) -> float:
         last = self._last(window_size)
         if not math.isfinite(sum(last)):  # fast; the sum of large values is infinite too
             finite = array("d", filter(math.isfinite, last))
@@ -83,6 +79,19 @@ class HistoryBuffer:
         if math.isfinite(sum(last)):
             return 0
         return len(last) - sum(map(math.isfinite, last))
+
+    def smooth(self, window_iters: int) -> tuple[float, int]:
+        """The median over the last ``window_iters`` iterations, and how many values it leaves out.
+
+        See `median`. Without any finite value it is the newest value, and leaves out none.
+        """
+        if window_iters not in self._smoothed:
+            length = self.count_within(window_iters)
+            num_left_out = self.count_not_finite(length)
+            if num_left_out == length:
+                num_left_out = 0
+            self._smoothed[window_iters] = (self.median(length), num_left_out)
+        return self._smoothed[window_iters]
 
     def avg(self, window_size: int) -> float:
         """The mean of the last ``window_size`` values; infinite or NaN if one of them is."""
@@ -154,7 +163,7 @@ class HistoryBuffer:
         self._iterations = array("q", iterations.numpy().tobytes())
         self._count = count
         self._sum = float(state["sum"])
-        self._medians = {}
+        self._smoothed = {}
 
     def _last(self, window_size: int) -> "array[float]":
         return self._values[-min(window_size, self._max_length) :]

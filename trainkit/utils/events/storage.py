@@ -16,7 +16,8 @@ from torch import Tensor
 from trainkit.utils.device import runs_ahead
 from trainkit.utils.events.history import HistoryBuffer
 from trainkit.utils.events.images import Histogram, Image, histogram_of, showable_image
-from trainkit.utils.events.worker import Numbers, Worker
+from trainkit.utils.events.numbers import Numbers
+from trainkit.utils.events.worker import Worker
 from trainkit.utils.numbers import one_number
 
 logger = logging.getLogger(__name__)
@@ -361,9 +362,8 @@ class EventStorage:
         smoothed = self.latest()
         for name, (_, iteration) in smoothed.items():
             if self._smoothing_hints[name]:
-                history = self._history[name]
-                length = history.count_within(window_size)
-                smoothed[name] = history.median(length), iteration
+                median, _ = self._history[name].smooth(window_size)
+                smoothed[name] = median, iteration
         return smoothed
 
     def counts_left_out(self, window_size: int = 20) -> dict[str, int]:
@@ -376,10 +376,9 @@ class EventStorage:
         for name, history in self.histories().items():
             if not self._smoothing_hints[name]:
                 continue
-            length = history.count_within(window_size)
-            count = history.count_not_finite(length)
-            if 0 < count < length:
-                counts[name] = count
+            _, num_left_out = history.smooth(window_size)
+            if num_left_out > 0:
+                counts[name] = num_left_out
         return counts
 
     def count_samples(self, name: str, window_size: int = 20) -> int:

@@ -160,20 +160,26 @@ class CommonMetricPrinter(EventWriter):
         for name, (value, _) in latest.items():
             if not hints[name] or name in self._PLACED:
                 continue
-            field = f"{name}: {value:.4g} "
+            field = f"{name}: {value:.4g}"
             if name in left_out:
-                field += f"({left_out[name]} not finite) "
+                field += f" ({left_out[name]} not finite)"
             fields.append(field)
-        for name, number_format in (("time", ".4f"), ("data_time", ".4f"), ("lr", ".5g")):
-            if name in latest:
-                value, _ = latest[name]
-                fields.append(f"{name}: {value:{number_format}} ")
+        if "time" in latest:
+            field = f"time: {latest['time'][0]:.4f}"
+            if "data_time" in latest:
+                field += f" (data {latest['data_time'][0]:.4f})"
+            fields.append(field)
+        elif "data_time" in latest:
+            fields.append(f"data_time: {latest['data_time'][0]:.4f}")
+        if "lr" in latest:
+            fields.append(f"lr: {latest['lr'][0]:.3g}")
         if accelerator_runs_ahead():
             max_memory = torch.accelerator.memory.max_memory_allocated()
             if max_memory > 0:
                 fields.append(f"max_mem: {max_memory / 2**20:.0f}M")
         self._last_time = now
-        self.logger.log(self._level, " ".join(fields))
+        # the log breaks a long line between fields that are two spaces apart
+        self.logger.log(self._level, "  ".join(fields))
 
     def _is_too_early(self, now: float, storage: EventStorage) -> bool:
         """Whether the last line is so new that this one is left out."""
@@ -191,14 +197,17 @@ class CommonMetricPrinter(EventWriter):
             else:
                 eta_sec = estimate_eta_sec(storage, self._max_iter)
             if eta_sec is not None:
-                fields.append(f" eta: {datetime.timedelta(seconds=int(eta_sec))} ")
+                fields.append(f"eta {datetime.timedelta(seconds=int(eta_sec))}")
         if self._iters_per_epoch is not None:
             epoch = str(periods_done(iteration, self._iters_per_epoch) + 1)
             if self._max_iter is not None:  # the last epoch may end early
                 last_iter = max(self._max_iter - 1, 0)
                 epoch += f"/{periods_done(last_iter, self._iters_per_epoch) + 1}"
-            fields.append(f"[Epoch {epoch}] ")
-        fields.append(f"{say_done(iteration + 1, self._max_iter)} ")
+            fields.append(f"epoch {epoch}")
+        if self._max_iter is None:
+            fields.append(say_done(iteration + 1))
+        else:
+            fields.append(f"after {iteration + 1}/{self._max_iter}")
         return fields
 
     def begin(self, trainer: Any) -> None:
@@ -302,12 +311,10 @@ class LinesWriter(ScalarWriter):
         start = len(content) if self._start is None else self._start
         if start > len(content):
             logger.warning(
-                "%s has %d bytes, but had %d when the checkpoint was saved: the lines after byte "
-                "%d are lost",
+                "%s has lost lines since the checkpoint was saved: it has %d bytes, and had %d",
                 self._path,
                 len(content),
                 start,
-                len(content),
             )
         end = content.rfind(b"\n", 0, start) + 1
         tail = content[end:]
