@@ -45,10 +45,11 @@ class HostCopy:
         format: CheckpointFormat | None = None,
         snapshot: bool = False,
     ) -> None:
-        # keeps each original alive: its address stays valid only while its memory is in use
-        originals: dict[torch.device, dict[_Address, UntypedStorage]] = {}
+        originals: dict[_Address, UntypedStorage] = {}
+        copies: dict[_Address, UntypedStorage] = {}
         pairs: list[tuple[Tensor, Tensor]] = []  # (copy, still without memory; original)
-        # id -> original and copy: a file holds an object once
+        # id -> original and copy: a file holds an object once. An original stays alive, since ids and addresses are
+        # valid only for so long
         taken: dict[int, tuple[Tensor, Tensor]] = {}
 
         def take(tensor: Tensor, path: str) -> Tensor:
@@ -63,8 +64,15 @@ class HostCopy:
             is_on_device = tensor.is_cpu or runs_ahead(tensor.device)
             if not _is_plain(tensor) or not is_on_device:
                 return tensor.to("cpu", copy=True)
-            of_device = originals.setdefault(tensor.device, {})
-            of_device.setdefault(_address(tensor), tensor.untyped_storage())
+            address = _address(tensor)
+            is_shared = address in copies or address in originals
+            if not is_shared and tensor.is_cpu and _is_all_of_small_memory(tensor, address):
+                # to allocate a small one is faster than to find its place in a block
+                copy = tensor.clone()
+                copies[address] = copy.untyped_storage()
+                return copy
+            if not is_shared:
+                originals[address] = tensor.untyped_storage()
             copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
             pairs.append((copy, tensor))
             return copy
@@ -73,8 +81,11 @@ class HostCopy:
         self.memory: dict[torch.device, list[Tensor]] = {}
         # (event after all copies of a device, what they read)
         self._arrivals: list[tuple[Any, object]] = []
-        copies: dict[_Address, UntypedStorage] = {}
-        for device, of_device in originals.items():
+        by_device: dict[torch.device, dict[_Address, UntypedStorage]] = {}
+        for address, storage in originals.items():
+            device, _, _ = address
+            by_device.setdefault(device, {})[address] = storage
+        for device, of_device in by_device.items():
             former = [*(memory or {}).get(device, ())]
             copies |= self._copy_storages(device, of_device, former, snapshot)
         for copy, tensor in pairs:
@@ -97,12 +108,6 @@ class HostCopy:
     ) -> dict[_Address, UntypedStorage]:
         is_pinned = device.type != "cpu"
         copies: dict[_Address, UntypedStorage] = {}
-        if not is_pinned:
-            # to allocate a small one is faster than to find its place in a block
-            small = {at: storage for at, storage in originals.items() if storage.nbytes() <= _SMALL}
-            for address, storage in small.items():
-                copies[address] = storage.clone()
-            originals = {at: originals[at] for at in originals.keys() - small.keys()}
         blocks = _blocks(originals)
         room = _room(device) if is_pinned and snapshot else 0
         left = sum(size for _, size in blocks)
@@ -187,3 +192,9 @@ def _is_plain(tensor: Tensor) -> bool:
         and not is_view
         and tensor.numel() > 0
     )
+
+
+def _is_all_of_small_memory(tensor: Tensor, address: _Address) -> bool:
+    """Whether the memory at this address is small, and has nothing but the tensor's values in order."""
+    _, _, size = address
+    return size <= _SMALL and size == tensor.nbytes and tensor.is_contiguous()

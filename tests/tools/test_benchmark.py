@@ -205,17 +205,29 @@ def test_what_is_saved_and_copied_by_hand_is_what_the_trainer_saves(modules, tmp
     save.save_by_hand(trainer, rest, tmp_path / "by_hand.pth")
     save.copy_by_hand(trainer, rest, memory)
 
+    assert (tmp_path / "last_checkpoint").read_text() == "by_hand.pth"
     saved = torch.load(tmp_path / "run/model.pth", weights_only=True)
     by_hand = torch.load(tmp_path / "by_hand.pth", weights_only=True)
     assert saved["model"].keys() == by_hand["model"].keys()
     for name, tensor in saved["model"].items():
         assert torch.equal(tensor, by_hand["model"][name])
         assert torch.equal(tensor, memory[f".model.{name}"])
-    moments = saved["trainer"]["_trainer"].pop("optimizer")["state"]
+    of_trainer = saved["trainer"]
+    moments = of_trainer["_trainer"]["optimizer"]["state"]
     assert moments.keys() == by_hand["optimizer"]["state"].keys() != set()
-    assert saved["trainer"].keys() == by_hand["rest"]["trainer"].keys()
-    histories = by_hand["rest"]["trainer"]["storage"]["histories"]
-    assert saved["trainer"]["storage"]["histories"].keys() == histories.keys()
+    rest = by_hand["rest"]
+    [group] = of_trainer["_trainer"]["optimizer_groups"]
+    assert rest["parameters"] == dict(zip(group["names"], group["shapes"], strict=True))
+    for name in ("python", "numpy"):
+        assert torch.equal(rest["random"][name], of_trainer["rng"][name][1])
+    assert torch.equal(rest["random"]["torch"], of_trainer["rng"]["torch"])
+    assert rest["others"]["trainer"].keys() == of_trainer.keys() - {"rng"}
+    histories = rest["histories"]
+    assert histories.keys() == of_trainer["storage"]["histories"].keys()
+    for name, history in of_trainer["storage"]["histories"].items():
+        values, iterations = histories[name]
+        assert torch.equal(values, history["values"])
+        assert torch.equal(iterations, history["iterations"])
     assert {f"scalar_{n}" for n in range(5)} <= histories.keys()
 
 

@@ -1,19 +1,23 @@
-"""A save as a trainer makes it, beside torch.save and fsync of the same state.
+"""A save as a trainer makes it, beside one of the same state by hand.
 
 Before a save, a trainer checks that the model is finite. The whole save is timed: the check, the
 states of model, optimizer, hooks and random generators, the file, its name in `last_checkpoint`,
-and the disk. By hand the other states are collected before, and the file is written in place. Of an
-asynchronous save, the time is what a step waits for; by hand that is the check and one copy of the
-state. fvcore's Checkpointer (detectron2's) does neither check the model nor wait for the disk. "30
-scalars" is the job of the tiny model with 30 scalars after 20,000 steps; the others have 24 layers
-of 1024 x 1024 without (100 MB) and with AdamW (300 MB), and 6,000 tensors of up to 256 numbers.
+and the disk. By hand it is the same, but for the states of the hooks, which are collected before. Of
+an asynchronous save, the time is what a step waits for; by hand that is the check, the states, and
+one copy of them. fvcore's Checkpointer (detectron2's) does neither check the model nor wait for
+the disk. "30 scalars" is the job of the tiny model with 30 scalars after 20,000 steps; the others
+have 24 layers of 1024 x 1024 without (100 MB) and with AdamW (300 MB), and 6,000 tensors of up to
+256 numbers.
 """
 
 import os
+import random
+from array import array
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from fvcore.common.checkpoint import Checkpointer as FvcoreCheckpointer
 from torch import Tensor, nn
@@ -138,8 +142,12 @@ def train(
 
 def save_by_hand(trainer: job.JobTrainer, rest: "Rest", path: Path) -> None:
     check_by_hand(trainer)
-    torch.save(state_by_hand(trainer, rest), path)
-    sync(path)
+    temporary = path.with_name("temporary")
+    torch.save(state_by_hand(trainer, rest), temporary)
+    replace(temporary, path)
+    temporary.write_text(path.name, encoding="utf-8")
+    replace(temporary, path.with_name("last_checkpoint"))
+    sync(path.parent)
 
 
 def copy_by_hand(trainer: job.JobTrainer, rest: "Rest", memory: dict[str, Tensor]) -> None:
@@ -148,7 +156,9 @@ def copy_by_hand(trainer: job.JobTrainer, rest: "Rest", memory: dict[str, Tensor
 
 
 def check_by_hand(trainer: job.JobTrainer) -> None:
-    tensors = [parameter.detach() for parameter in trainer.model.parameters()]
+    model = trainer.model
+    tensors = [parameter.detach() for parameter in model.parameters()]
+    tensors += [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if not are_finite(tensors):
         raise FloatingPointError(f"the model is not finite in iteration {trainer.iter}")
 
@@ -175,7 +185,13 @@ def copy_tensors(state: Any, memory: dict[str, Tensor], path: str = "") -> None:
             copy_tensors(value, memory, f"{path}.{index}")
 
 
+def replace(temporary: Path, path: Path) -> None:
+    sync(temporary)
+    os.replace(temporary, path)
+
+
 def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -188,13 +204,47 @@ class Rest:
     """The states beside model and optimizer, as an object with a state."""
 
     def __init__(self, trainer: job.JobTrainer) -> None:
+        self._model = trainer.model
         state = trainer.checkpointer.collect({})
+        of_trainer = state["trainer"]
+        self._histories = {}
+        for name, history in of_trainer["storage"].pop("histories").items():
+            values = array("d", history["values"].tolist())
+            iterations = array("q", history["iterations"].tolist())
+            self._histories[name] = (values, iterations)
+        # collected anew in each save
         del state["model"]
-        del state["trainer"]["_trainer"]["optimizer"]
-        self._state = state
+        del of_trainer["rng"]
+        del of_trainer["_trainer"]["optimizer"]
+        del of_trainer["_trainer"]["optimizer_groups"]
+        self._others = state
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state
+        return {
+            "parameters": self._parameters(),
+            "histories": {name: _copies(*pair) for name, pair in self._histories.items()},
+            "random": _random_states(),
+            "others": self._others,
+        }
+
+    def _parameters(self) -> dict[str, torch.Size]:
+        """The name and shape of each parameter, in the order of the optimizer."""
+        return {name: value.shape for name, value in self._model.named_parameters()}
+
+
+def _random_states() -> dict[str, Any]:
+    _, python_keys, _ = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    return {
+        "python": torch.from_numpy(np.array(python_keys, np.int64)),
+        "numpy": torch.from_numpy(numpy_state["key"].astype(np.int64)),
+        "numpy_position": numpy_state["pos"],
+        "torch": torch.get_rng_state(),
+    }
+
+
+def _copies(values: "array[float]", iterations: "array[int]") -> list[Tensor]:
+    return [torch.from_numpy(np.array(values)), torch.from_numpy(np.array(iterations))]
 
 
 def _synchronous(work: str, trainer: job.JobTrainer, folder: Path, rounds: int) -> Comparison:

@@ -151,6 +151,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             state[RUN_ID] = self._run_id
         if self.save_to_disk or self.format.collective:
             prepared = self.format.prepare(state)
+            del state  # to free it later would compete with a thread that writes
             save = partial(self._write, prepared, path, tag_last, takes_folder, on_commit)
             self._writing = self.format.submit(save)
         if reasons:

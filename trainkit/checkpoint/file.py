@@ -139,6 +139,9 @@ def plain_state(value: Any, path: str = "", take: Take | None = None) -> Any:
         refuse(value, path)
     copy: Any = kind()
     for key, item in value.items():
+        if type(key) is str and type(item) in _PLAIN:  # fast
+            copy[key] = item
+            continue
         if type(key) is not str:
             item_path = f"{path}[{key!r}]"
         elif path:

@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -61,7 +62,10 @@ def names_in(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    parts = name.split(".")
+    if _WRAPPERS.isdisjoint(parts):
+        return name
+    return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def first_name_by_id(names: Mapping[str, Tensor]) -> dict[int, str]:
@@ -72,9 +76,9 @@ def first_name_by_id(names: Mapping[str, Tensor]) -> dict[int, str]:
     return first_names
 
 
-def _shape_of(parameter: Tensor) -> list[int] | None:
+def _shape_of(parameter: Tensor) -> torch.Size | None:
     """The global shape; None if it is not known before the first forward pass."""
-    return None if is_lazy(parameter) else list(parameter.shape)
+    return None if is_lazy(parameter) else parameter.shape
 
 
 def optimizer_of(optimizer: Any, group: Mapping[str, Any]) -> Any:

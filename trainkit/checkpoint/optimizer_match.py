@@ -231,8 +231,8 @@ def _check_shapes(own_group: Mapping[str, Any], saved_group: SavedGroup) -> None
     ):
         if shape is None or saved_shape is None:
             continue
-        if shape != list(saved_shape):
+        if list(shape) != list(saved_shape):
             raise CheckpointError(
                 f"the parameter {name} has the shape {list(saved_shape)} in the checkpoint's "
-                f"optimizer, and {shape} in this run. {REMEDY}"
+                f"optimizer, and {list(shape)} in this run. {REMEDY}"
             )

@@ -1,12 +1,14 @@
 """Values that are not finite: finding them in a model, and the error that names them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
+
+from trainkit.utils.device import all_tensors
 
 # tensors of at most so many values are checked together, since each call has its price
 _MOST_VALUES_OF_SMALL = 1024
@@ -18,16 +20,16 @@ def non_finite_names(model: nn.Module, except_for: Collection[str] = ()) -> list
 
     Waits for the device. Sparse and nested tensors are not looked at.
     """
-    values = {}
+    # to find the names takes longer than the check
+    if not except_for and are_certainly_finite(all_tensors(model)):
+        return []
+    tensors = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in except_for and _can_be_checked(tensor):
-            own_part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            if own_part.itemsize == 1:  # float8 has no operations
-                own_part = own_part.float()
-            values[name] = own_part
-    if are_certainly_finite(list(values.values())):
+            tensors[name] = tensor
+    if are_certainly_finite(tensors.values()):
         return []
-    return [name for name, tensor in values.items() if not tensor.isfinite().all()]
+    return [name for name, tensor in tensors.items() if not _own_part(tensor).isfinite().all()]
 
 
 def _can_be_checked(tensor: Tensor) -> bool:
@@ -36,15 +38,28 @@ def _can_be_checked(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def are_certainly_finite(tensors: Sequence[Tensor]) -> bool:
+def _own_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, in a type that has operations."""
+    own_part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if own_part.itemsize == 1:  # float8
+        return own_part.float()
+    return own_part
+
+
+@torch.no_grad()
+def are_certainly_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all values are finite; fast. False also if their norm is too large for their type."""
     large: list[Tensor] = []
     small: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel() > _MOST_VALUES_OF_SMALL:
-            large.append(tensor)
+        if not _can_be_checked(tensor):
+            continue
+        own_part = _own_part(tensor)
+        if own_part.numel() > _MOST_VALUES_OF_SMALL:
+            large.append(own_part)
         else:
-            small.setdefault((tensor.device, tensor.dtype, tensor.shape), []).append(tensor)
+            alike = (own_part.device, own_part.dtype, own_part.shape)
+            small.setdefault(alike, []).append(own_part)
     stacked = [torch.stack(group) for group in small.values()]
     return bool(get_total_norm(large + stacked).isfinite())
 

@@ -779,13 +779,15 @@ class TrainerBase:
         return ()
 
     def parameter_names(self) -> dict[str, Tensor]:
-        """name -> parameter, of all modules of this trainer.
+        """name -> parameter, of the modules of this trainer.
 
-        The states of optimizers find their parameters by these names.
+        The states of optimizers find their parameters by these names. `saved_objects` have names of
+        their own.
         """
+        saved = self.saved_objects()
         modules = {}
         for name, value in stateful_attributes(self).items():
-            if isinstance(value, nn.Module):
+            if isinstance(value, nn.Module) and all(value is not other for other in saved):
                 modules[f"{name}."] = value
         return names_in(modules)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainkit.utils.device import unwrap_model
+from trainkit.utils.device import all_parameters, unwrap_model
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,12 @@ class UntrainedParameters:
         """
         self._model = unwrap_model(model)
         self._owners = [self._model, *owners]
-        known = self._trained() | self._handles.keys() | self._named
+        trained = self._trained()
         warn = weakref.WeakMethod(self._warn)
-        for param in self._model.parameters():
-            if param not in known and _can_have_gradient(param):
+        for param in all_parameters(self._model):
+            if param in trained or param in self._handles or param in self._named:
+                continue
+            if _can_have_gradient(param):
                 self._handles[param] = _call_after_each_gradient(param, warn)
 
     def _warn(self, param: Tensor) -> None:

@@ -90,15 +90,21 @@ class GradientClipper:
         return torch.linalg.vector_norm(norms, self.norm_type)
 
 
+_WHOLE = frozenset([Tensor, torch.nn.Parameter])
+"""The types of tensors that are not divided over ranks; compared exactly."""
+
+
 def _group_by_mesh(tensors: list[Tensor]) -> list[list[Tensor]]:
     """The tensors in groups that torch can process in one call.
 
     The tensors of a group are on one device, and divided over ranks in the same way or not at all.
     """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) == 1 and _WHOLE.issuperset(map(type, tensors)):
+        return [tensors]
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        is_whole = type(tensor) in (Tensor, torch.nn.Parameter)
-        mesh = None if is_whole else getattr(tensor, "device_mesh", None)
+        mesh = None if type(tensor) in _WHOLE else getattr(tensor, "device_mesh", None)
         groups.setdefault((tensor.device, mesh), []).append(tensor)
     return [*groups.values()]
 

@@ -54,6 +54,26 @@ def device_of(model: nn.Module) -> torch.device | None:
     return None
 
 
+def all_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """As ``model.parameters()``, which takes three times as long, since it looks for names.
+
+    A parameter of several modules is there several times.
+    """
+    found: list[nn.Parameter | None] = []
+    for module in model.modules():
+        found += module._parameters.values()
+    return [parameter for parameter in found if parameter is not None]
+
+
+def all_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """All parameters and buffers, as `all_parameters`."""
+    found: list[torch.Tensor | None] = []
+    for module in model.modules():
+        found += module._parameters.values()
+        found += module._buffers.values()
+    return [tensor for tensor in found if tensor is not None]
+
+
 def unwrap_model(model: nn.Module) -> nn.Module:
     """The module inside data-parallel wrappers; ``model`` itself if it has no wrapper."""
     while isinstance(model, (DistributedDataParallel, DataParallel)):

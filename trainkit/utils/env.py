@@ -41,7 +41,7 @@ def get_rng_state() -> dict[str, Any]:
     keys_as_tensor = torch.from_numpy(np.asarray(keys).astype(np.int64))
     state = {
         # as a tensor: a file holds one record, not 625 objects
-        "python": [version, torch.tensor(python_keys), next_gauss],
+        "python": [version, torch.from_numpy(np.array(python_keys, np.int64)), next_gauss],
         "numpy": [kind, keys_as_tensor, *rest],
         "torch": torch.get_rng_state(),
     }

@@ -49,6 +49,7 @@ class TwoOfOne(Counter):
 
     def __init__(self):
         self.whole = torch.arange(6000.0)
+        self.other = torch.arange(100.0)
         self.empty = torch.zeros(0)
 
     def state_dict(self):
@@ -62,6 +63,7 @@ class TwoOfOne(Counter):
                 torch.ones(1).expand(4),
             ],
             "parts": (whole[:10], whole[5:15]),
+            "part first": [self.other[2:5], self.other, self.other.view(10, 10)],
             "others": {
                 "empty": self.empty,
                 "sparse": torch.eye(3).to_sparse(),
