@@ -127,7 +127,8 @@ class RunRecord(HookBase):
 
     def after_train(self) -> None:
         if self._how_to_repeat:
-            logger.error("To repeat the step: %s", self._how_to_repeat)
+            # the commands stand in lines of their own, which can be copied
+            logger.error("To repeat the step:\n  %s", self._how_to_repeat)
 
 
 def _names_of_last(trainer: Any, num_batches: int) -> list[list[str]]:
@@ -189,7 +190,7 @@ def leave_capsule(trainer: Any, error: BaseException, origin: Mapping[str, Any])
         return from_checkpoint
     if not capsule["batches"]:
         return from_checkpoint
-    return f"{_call(origin, path)}, or from the checkpoint: {from_checkpoint}"
+    return f"{_call(origin, path)}\nor from the checkpoint:\n  {from_checkpoint}"
 
 
 def _copy(tensor: Tensor, path: str) -> Tensor:
