@@ -17,6 +17,7 @@ from trainkit.projects.lazy.nodes import (
     is_node,
     locate,
     name_of,
+    path_of,
     to_container,
     to_node,
     to_plain,
@@ -96,9 +97,9 @@ class LazyConfig:
     def save(cfg: Any, filename: str | os.PathLike[str]) -> None:
         """Write ``cfg`` as YAML, from which ``load`` makes the same calls; references stay references.
 
-        Targets are written by their names. Of another value that YAML cannot hold, such as a function as an argument,
-        only the name is written, with a warning; ``filename`` + ".pkl" then holds the whole config, for
-        ``cloudpickle.load``.
+        Targets are written by their names. A function or class as an argument becomes a call of `locate`, by which
+        `instantiate` finds it again. Of another value that YAML cannot hold, such as a lambda, only the name is
+        written, with a warning; ``filename`` + ".pkl" then holds the whole config, for ``cloudpickle.load``.
         """
         text, lost = _dump(cfg)
         Path(filename).write_text(text, encoding="utf-8")
@@ -183,7 +184,7 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
         raise ConfigError(
             f"train.output_dir is {train.output_dir!r}; only a config of get_cfg accepts an address"
         )
-    text = to_yaml(cfg)
+    text, _ = _dump(cfg)  # after the log is set up, `setup` warns of what is lost
     train.output_dir = os.path.abspath(os.path.expanduser(train.output_dir))
     if train.get("device") == "auto":
         train.device = str(resolve_device("auto"))
@@ -200,15 +201,15 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
 
 def reload_lazy_config(cfg: Any) -> Any:
     """The config that ``LazyConfig.load`` gives after a ``LazyConfig.save``, for tests."""
-    return to_node(load_yaml(to_yaml(cfg), "the saved config"))
+    text, _ = _dump(cfg)
+    return to_node(load_yaml(text, "the saved config"))
 
 
-def to_yaml(cfg: Any) -> str:
-    """The text that `LazyConfig.save` writes, with its warning."""
-    text, lost = _dump(cfg)
+def warn_of_lost(cfg: Any) -> None:
+    """Warn of the values of which the saved config has only the names."""
+    _, lost = _dump(cfg)
     if lost:
         _warn_of_names(lost)
-    return text
 
 
 def _dump(cfg: Any) -> tuple[str, list[str]]:
@@ -217,6 +218,9 @@ def _dump(cfg: Any) -> tuple[str, list[str]]:
 
     class Names(Dumper):
         def represent_undefined(self, data: Any) -> yaml.Node:
+            path = path_of(data)
+            if isinstance(path, str) and not path.startswith("__main__."):
+                return self.represent_dict({TARGET: path_of(locate), "name": path})
             name = name_of(data)
             lost.append(name)
             return self.represent_str(name)

@@ -123,3 +123,13 @@ def test_options_for_several_processes_are_refused_if_nothing_starts_them(tmp_pa
     assert "2 processes" in message
     assert "launch(main, " in message
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_without_a_dataset_is_refused(tmp_path, capsys):
+    cfg = tiny_cfg(tmp_path / "run")
+    run_with(cfg)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run_with(cfg, "--eval-only", "DATASETS.TEST", "[]")
+    assert caught.value.code != 0
+    assert "DATASETS.TEST is empty" in capsys.readouterr().err

@@ -352,23 +352,34 @@ def test_what_yaml_cannot_hold_is_saved_by_its_name_and_whole_in_a_pickle(tmp_pa
     factor = 3
     cfg = DictConfig(
         {
-            "call": LazyCall(dict)(floor=math.floor, act=lambda x: factor * x, width=3),
+            "call": LazyCall(dict)(act=lambda x: factor * x, width=3),
             "made": LazyCall(lambda: factor)(),
             "number": Fraction(1, 2),
         },
         flags={"allow_objects": True},
     )
     saved = reloaded(cfg, tmp_path)
-    assert "these values: math.floor, test_lazy_config" in caplog.text
+    assert "these values: test_lazy_config" in caplog.text
     assert f"The whole config is in {tmp_path / 'saved.yaml.pkl'}" in caplog.text
     assert saved.call["_target_"] == "builtins.dict"
-    assert saved.call.floor == "math.floor"
     assert saved.call.width == 3
     whole = cloudpickle.loads((tmp_path / "saved.yaml.pkl").read_bytes())
     assert whole.call.act(5) == 15
     assert instantiate(whole.made) == 3
     assert whole.number == Fraction(1, 2)
-    assert whole.call.floor is math.floor
+
+
+def test_a_function_or_class_as_an_argument_is_found_again_in_the_saved_config(tmp_path, caplog):
+    call = LazyCall(dict)(floor=math.floor, kind=torch.optim.SGD, of=[len])
+    saved = reloaded(DictConfig({"call": call}, flags={"allow_objects": True}), tmp_path)
+    for cfg in (saved, reloaded(saved, tmp_path)):
+        assert instantiate(cfg.call) == {
+            "floor": math.floor,
+            "kind": torch.optim.SGD,
+            "of": [len],
+        }
+    assert not caplog.messages
+    assert not (tmp_path / "saved.yaml.pkl").exists()
 
 
 def test_a_config_that_cannot_be_pickled_is_saved_with_the_reason(tmp_path, caplog):

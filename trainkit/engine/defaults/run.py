@@ -112,6 +112,11 @@ class EvaluationRun(TrainerBase):
         Raises:
             ConfigError: there is nothing to evaluate.
         """
+        if not self.cfg.DATASETS.TEST and self._trainer_class.is_default("test"):
+            raise ConfigError(
+                "DATASETS.TEST is empty, so there is nothing to evaluate; name datasets there, "
+                'such as those of DATASETS.VAL: DATASETS.TEST "[my_val]"'
+            )
         if self.cfg.MODEL.WEIGHTS:
             # the hooks may need their states
             checkpointables = ["trainer"] if self.hooks else []
