@@ -9,7 +9,8 @@ The command is run once as a whole. Then it is run again, and all its processes 
 it goes on with ``--resume``, until it is killed again or ends. If it ends before the last kill, another run follows.
 ``OUTPUT_DIR`` and a folder are added to the command; if it has the word ``{folder}``, this is replaced instead.
 
-The exit code is 0 if all runs are identical, 1 if one of them differs or fails. The job must be reproducible: a fixed
+The exit code is 0 if all runs are identical, 1 if one of them differs or fails, or if no run was continued from a
+checkpoint before its last one. The job must be reproducible: a fixed
 seed, and the conditions of docs/exact_resume.md. Processes that leave the group of the command, such as those of
 torchrun, are not killed.
 """
@@ -89,29 +90,39 @@ def kill_and_compare(words: list[str], num_kills: int, seed: int, folder: Path) 
     num_runs = 1
     num_done = 0
     are_identical = True
+    num_inside = 0  # kills after a checkpoint, and before the last one
     while True:
         limit_sec = rng.uniform(0, whole_sec) if num_done < num_kills else None
         has_ended = command.run(run, "--resume", limit_sec=limit_sec)
         if not has_ended:
             num_done += 1
+            tag = last_tag(run)
+            if tag and tag != last_tag(whole):
+                num_inside += 1
+            goes_on = f"goes on from {tag}" if tag else "starts anew"
             print(
-                f"{num_done:3}  {run.name} killed after {limit_sec:5.1f} s; {resumes(run)}",
-                flush=True,
+                f"{num_done:3}  {run.name} killed after {limit_sec:5.1f} s; {goes_on}", flush=True
             )
             continue
         text, differs = compare(str(whole), str(run))
         print(printable(f"{run.name} has ended\n{text}"), flush=True)
         are_identical = are_identical and not differs
         if num_done == num_kills:
-            return are_identical
+            break
         num_runs += 1
         run = folder / f"run_{num_runs}"
+    if num_inside == 0:
+        raise RuntimeError(
+            "no run went on from a checkpoint before its last one, so this shows nothing: take a "
+            "longer job, more checkpoints or more kills"
+        )
+    return are_identical
 
 
-def resumes(run: Path) -> str:
-    """From what a run goes on, in words."""
+def last_tag(run: Path) -> str:
+    """The checkpoint from which a run goes on; "" if it starts anew."""
     tags = list(run.rglob("last_checkpoint"))
-    return f"goes on from {tags[0].read_text().strip()}" if tags else "starts anew"
+    return tags[0].read_text().strip() if tags else ""
 
 
 def main(args: argparse.Namespace) -> int:

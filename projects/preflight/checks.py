@@ -323,7 +323,10 @@ def _describe_values(name: str, first: Tensor, of_all: Tensor) -> str:
 def _divided(train: Any, others: Any) -> Iterator[Finding]:
     """Are TRAIN, and VAL and TEST, different samples of the same classes?"""
     if not train or not others:
-        raise NotAsked("no datasets with indices", "overlap, classes")
+        part = "VAL and TEST" if train else "TRAIN"
+        raise NotAsked(
+            f"DatasetCatalog has no dataset with indices of those in {part}", "overlap, classes"
+        )
     of_others = [*read_samples(others, READ_SEC)]
     wanted = {each.content for each in of_others}
     classes_of_others: Counter[int] = Counter()
@@ -610,7 +613,10 @@ def schedule(job: Job) -> Iterator[Finding]:
     number = len(decayed & of_norms)
     biases = [name for name, value in named if name.endswith("bias") and id(value) in decayed]
     text = f"of {number} weights and biases of norms; of {len(biases)} biases in all"
-    yield judge("decay", number, text, "set SOLVER.WEIGHT_DECAY_NORM 0", LOOK)
+    advice = "set SOLVER.WEIGHT_DECAY_NORM 0"
+    if not job.trainer.is_default("build_optimizer"):
+        advice = "give them a parameter group without decay in build_optimizer"
+    yield judge("decay", number, text, advice, LOOK)
 
     clip = job.cfg.SOLVER.CLIP_GRADIENTS
     if not clip.ENABLED or clip.CLIP_TYPE != "full_model":
@@ -672,8 +678,10 @@ def _node_of(key: str) -> str:
 def processes(job: Job) -> Finding:
     """Do several processes do the same as one?"""
     trainer = job.ordinary
-    if comm.get_world_size() == 1 or "total_loss" not in trainer.storage.latest():
-        raise NotAsked("the job has one process, or stores no total_loss")
+    if comm.get_world_size() == 1:
+        raise NotAsked("the job has one process")
+    if "total_loss" not in trainer.storage.latest():
+        raise NotAsked("this trainer stores no total_loss")
     own = {
         "buffers": digest(dict(unwrap_model(trainer.model).named_buffers())),
         "metrics": {*trainer.storage.latest()},

@@ -77,7 +77,9 @@ class Preflight(HookBase):
             accept = f"To accept one: --preflight-allow {bad[0]}"
             print(f"\nFindings: {', '.join(bad)}. {accept}", flush=True)
         else:
-            print("\nThe job is sound.", flush=True)
+            not_asked = [finding.name for finding in found if finding.verdict == "not asked"]
+            rest = f" Not asked: {', '.join(not_asked)}." if not_asked else ""
+            print(f"\nThe job is sound.{rest}", flush=True)
         file = self._args["preflight_json"]
         if file:
             rows_of_file = [finding._asdict() for finding in found]

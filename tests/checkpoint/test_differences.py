@@ -64,6 +64,7 @@ def test_a_structure_with_many_ways_to_one_object_is_compared_once():
         ("ranks/1/trainer/storage/histories/data_time", True),
         ("trainer/hooks/PeriodicWriter#2/writers/0/state/length", True),
         ("trainer/hooks/PeriodicWriter/writers/0/state/taken/eta_seconds", True),
+        ("trainer/hooks/PeriodicWriter/writers/2/state/run_id", True),  # of Weights & Biases
         ("trainer/storage/histories/total_loss", False),
         ("trainer/storage/histories/loss/time", False),
         ("trainer/rng", False),

@@ -24,7 +24,8 @@ for number in range(len(lines), 10):
     temporary = folder / "temporary"
     temporary.write_text("".join(f"{line}\\n" for line in lines))
     temporary.rename(file)
-    (folder / "last_checkpoint").write_text(f"line {number}")
+    if "without checkpoints" not in sys.argv:
+        (folder / "last_checkpoint").write_text(f"line {number}")
 sys.exit("fails" in sys.argv)
 """
 
@@ -117,3 +118,10 @@ def test_the_default_job_is_identical(capsys):
     code, out, _ = call(chaos, capsys, "--kills", "2", "--", sys.executable, *command)
     assert code == 0, out
     assert "identical: 7 checkpoints and 1 metrics.json" in out
+
+
+def test_kills_that_show_nothing_are_an_error(kill):
+    """Without a checkpoint to go on from, a job that forgets is like a job that resumes."""
+    code, _, err = kill("forgets", "without checkpoints", kills=1)
+    assert code == 1
+    assert "this shows nothing" in err

@@ -35,7 +35,7 @@ _TRAINER = r"(ranks/\d+/)?trainer"
 _WRITER = r"hooks/PeriodicWriter(#\d+)?/writers/\d+/state"
 _OF_THE_CLOCK = re.compile(
     rf"run_id|{_TRAINER}/((storage/\w+|{_WRITER}/taken)/(?P<scalar>.+)"
-    rf"|{_WRITER}/(length|sizes|id)|origin)"
+    rf"|{_WRITER}/(length|sizes|run_id)|origin)"
 )
 
 
