@@ -152,6 +152,11 @@ class WandbWriter(ServiceWriter):
         self._run_id: str = given_id or uuid.uuid4().hex[:8]
         self._next_step = 0
 
+    @property
+    def run(self) -> Any:
+        """The run of wandb, from the start of the training to its end; another thread may log into it."""
+        return self._writer
+
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self._run_id, "next_step": self._next_step, **super().state_dict()}
 

@@ -16,7 +16,7 @@ from trainkit.data import DatasetCatalog
 from trainkit.engine import default_argument_parser
 
 PAGE = "docs/getting_started.md"
-SCRIPT, USE, METRIC, RETURN_METRIC, HOOK, REGISTER, NOTEBOOK = blocks(PAGE, "python")
+SCRIPT, USE, METRIC, RETURN_METRIC, HOOK, REGISTER, NOTEBOOK, ANOTHER_RATE = blocks(PAGE, "python")
 COMMANDS = [shlex.split(line) for block in blocks(PAGE, "sh") for line in block.splitlines()]
 _, TRAIN, CHANGED, PLOT, TRIAL, EVALUATE, RESUME, TWO = COMMANDS
 WITH_METRIC = METRIC + SCRIPT.replace(
@@ -127,6 +127,14 @@ def test_two_processes_do_the_same(folder):
 def test_the_cells_of_a_notebook_train_and_show_it(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     cells = SCRIPT.partition("def main(args)")[0] + NOTEBOOK.replace("30ep", "1ep")
-    assert run(cells, "notebook")["results"]["classification"]["top1"] > 40
+    names = run(cells, "notebook")
+    assert names["results"]["classification"]["top1"] > 40
+    run(ANOTHER_RATE, "notebook", **names)
+    trainer = names["trainer"]
+    rates = {iter: lr for lr, iter in trainer.storage.history("lr").values()}
+    # the base rate 0.005 in place of 0.01: half of what the schedule gives
+    for iteration in (20, 40, 79):
+        expected = 0.5 * trainer.scheduler.schedule(iteration, 0.01)
+        assert rates[iteration] == pytest.approx(expected)
     DatasetCatalog.remove("spirals_test")
     assert "The run has finished after 20 of 20 iterations\n" in capsys.readouterr().out

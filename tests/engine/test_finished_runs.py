@@ -28,7 +28,7 @@ def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplo
     assert trainer.status == "finished"
     assert trainer.iter == 10
     assert "finished after 10 iterations" in caplog.text
-    assert "raise max_iter" in caplog.text
+    assert "raise SOLVER.MAX_ITER" in caplog.text
     assert files(tmp_path) == before
     (tmp_path / "last_checkpoint").write_text("model_0000004.pth")  # the user goes back
     earlier = resumed(tmp_path)

@@ -267,13 +267,16 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
     advice = "use a shorter warm-up, or SOLVER.RESCALE_INTERVAL True"
     warn_if_base_is_not_reached(scheduler, turns, advice)
     base = scheduler.base_lrs[0]
-    first_after_warmup = min(warmup_iters, max_iter - 1)
-    _logger.info(
-        "The learning rate is %.3g at the start, and %.3g after %d iterations of warm-up",
-        scheduler.schedule(0, base),
-        scheduler.schedule(first_after_warmup, base),
-        warmup_iters,
-    )
+    first = scheduler.schedule(0, base)
+    if warmup_iters == 0:
+        _logger.info("The learning rate is %.3g at the start", first)
+    else:
+        _logger.info(
+            "The learning rate is %.3g at the start, and %.3g after %d iterations of warm-up",
+            first,
+            scheduler.schedule(min(warmup_iters, max_iter - 1), base),
+            warmup_iters,
+        )
     return scheduler
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from trainkit.projects.loggers.tests.wandb_file import read_runs
 
+from tests.docs.pages import blocks, run
 from tests.engine.job import tiny_cfg
 from trainkit.config import ConfigError
 from trainkit.engine import default_writers
@@ -147,3 +148,22 @@ def test_the_writers_are_there_by_name_and_a_missing_package_is_an_error(tmp_pat
         ConfigError, match=r"WandbWriter needs the package wandb: pip install 'trainkit\[wandb\]'"
     ):
         default_writers(tmp_path, names=["wandb"])
+
+
+(OF_PAGE,) = blocks("projects/loggers/README.md", "python")
+
+
+@needs_wandb
+def test_the_trainer_of_the_page_shows_its_settings_and_texts_of_a_hook(tmp_path):
+    names = run(OF_PAGE, "loggers/README.md")
+    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 60, "SOLVER.BASE_LR", 0.25, "LOG.PERIOD", 20)
+    trainer = names["Trainer"](cfg)
+    trainer.register_hooks([names["ShowText"]()])
+    trainer.train()
+    [found] = read_runs(tmp_path)
+    assert "0.25" in repr(found["config"]["SOLVER"])
+    [text] = [row for row in found["rows"] if row.get("sample/_type") == "html-file"]
+    assert text["iteration"] == 49
+    # at the end of a log period, and after each evaluation
+    losses = [row["iteration"] for row in found["rows"] if "total_loss" in row]
+    assert losses == [*range(4, 60, 5)]

@@ -267,8 +267,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         is_given = start_iter is not None or max_iter is not None
         if self.status == "finished" and not is_given and self._has_nothing_to_do():
             logger.warning(
-                "This run has finished after %d iterations, so nothing is done; to train on, raise "
-                "max_iter",
+                "This run has finished after %d iterations, so nothing is done; to train on, "
+                "raise SOLVER.MAX_ITER, or call train(max_iter=...)",
                 self.iter,
             )
             release_folders(self.cfg)  # default_setup has locked them
