@@ -205,6 +205,15 @@ def test_setup_seeds_everything(tmp_path, seed, is_same):
     assert ("Using the random seed " in (tmp_path / "log.txt").read_text()) is not is_same
 
 
+def test_each_rank_has_the_next_seed_and_after_the_largest_comes_zero(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainkit.engine.defaults.setup.comm.get_rank", lambda: 1)
+    seeds = []
+    for seed in (3, 2**32 - 1):
+        default_setup(cfg_for(tmp_path, "SEED", seed), Namespace(resume=True))
+        seeds.append(torch.initial_seed())
+    assert seeds == [4, 0]
+
+
 RUN_FILES = [
     "metrics.json",
     "model_final.pth",
