@@ -113,8 +113,8 @@ def kill_and_compare(words: list[str], num_kills: int, seed: int, folder: Path) 
         run = folder / f"run_{num_runs}"
     if num_inside == 0:
         raise RuntimeError(
-            "no run went on from a checkpoint before its last one, so this shows nothing: take a "
-            "longer job, more checkpoints or more kills"
+            f"after none of {num_kills} kills a run went on from a checkpoint before its last one, so "
+            "this shows nothing: take a longer job, more checkpoints or more kills"
         )
     return are_identical
 
