@@ -200,9 +200,18 @@ def test_plug_ins_may_share_a_node_but_no_key_in_it(plug_in):
         get_cfg()
 
 
-def test_a_plug_in_that_changes_a_key_of_trainkit_is_an_error(plug_in):
-    plug_in("mine", "def add_config(cfg):\n    cfg.SOLVER.BASE_LR = 1.0")
-    with pytest.raises(ConfigError, match=r"mine.plugin changes SOLVER.BASE_LR, a key of trainkit"):
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("SOLVER.BASE_LR", "1.0"),
+        ("SOLVER.BASE_LR", "CfgNode({'A': 1})"),
+        ("SOLVER.AMP", "1.0"),
+    ],
+)
+def test_a_plug_in_that_changes_a_key_of_trainkit_is_an_error(plug_in, key, value):
+    text = f"def add_config(cfg):\n    cfg.{key} = {value}"
+    plug_in("mine", f"from trainkit.config import CfgNode\n{text}")
+    with pytest.raises(ConfigError, match=f"mine.plugin changes {key}, a key of trainkit"):
         get_cfg()
 
 

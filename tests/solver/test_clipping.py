@@ -64,8 +64,10 @@ def sgd(params, optimizer_class=torch.optim.SGD, **kwargs):
 )
 def test_a_clipper_does_what_torch_does_and_returns_a_norm_that_it_needs(clip_type, norm_type):
     params, expected, before = make_params(), make_params(), grads(make_params())
-    norm = build_gradient_clipper(make_cfg(clip_type, 0.4, norm_type))(iter(params))
+    clipper = build_gradient_clipper(make_cfg(clip_type, 0.4, norm_type))
+    norm = clipper(iter(params))
     norm_of_torch = of_torch(clip_type, expected, 0.4, norm_type)
+    assert clipper.gives_norm == (norm is not None)
     if clip_type == "value":
         assert norm is None
     else:
