@@ -174,4 +174,5 @@ def evaluate_only(cfg: Any) -> dict[str, Any]:
             "train.init_checkpoint"
         )
     checkpointer.resume_or_load(weights, resume=not weights)
+    checkpointer.check_complete()
     return evaluate(cfg, model, "test")

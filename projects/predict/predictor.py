@@ -47,6 +47,7 @@ class DefaultPredictor:
             checkpointer.add_checkpointable("averaged", _TakeAverage())
         checkpointer.add_checkpointable("frozen", _TakeFrozen(self.cfg, self.model))
         checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables=[])
+        checkpointer.check_complete()
         self._transform = build_transform(self.cfg, is_train=False)
         self._device = device_of(self.model)
 

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from tests.docs.pages import contents
 from tests.engine.job import tiny_cfg
@@ -133,3 +134,26 @@ def test_an_evaluation_without_a_dataset_is_refused(tmp_path, capsys):
         run_with(cfg, "--eval-only", "DATASETS.TEST", "[]")
     assert caught.value.code != 0
     assert "DATASETS.TEST is empty" in capsys.readouterr().err
+
+
+def test_weights_of_another_model_are_not_evaluated(tmp_path, capsys):
+    """The layers that fit are loaded, and the others would be random."""
+
+    class Deeper(DefaultTrainer):
+        @classmethod
+        def build_model(cls, cfg):
+            model = super().build_model(cfg)
+            model.more = torch.nn.Linear(2, 2)
+            return model
+
+    cfg = tiny_cfg(tmp_path / "run")
+    run_with(cfg)
+    weights = ["MODEL.WEIGHTS", str(tmp_path / "run/model_final.pth")]
+    assert run_with(cfg, "--eval-only", *weights)["classification"]["top1"] > 50
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run_with(cfg, "--eval-only", *weights, trainer_class=Deeper)
+    assert caught.value.code != 0
+    message = capsys.readouterr().err
+    assert "2 weights of the model" in message
+    assert "more.bias, more.weight" in message

@@ -42,7 +42,7 @@ def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplo
     assert torch.load(tmp_path / "model_final.pth")["iteration"] == 9
 
 
-def test_a_larger_max_iter_trains_on(tmp_path):
+def test_a_larger_max_iter_trains_on(tmp_path, caplog):
     DefaultTrainer(tiny_cfg(tmp_path)).train()
     trainer = resumed(tmp_path, "SOLVER.MAX_ITER", 12)
     assert (tmp_path / "finished").exists()
@@ -51,8 +51,12 @@ def test_a_larger_max_iter_trains_on(tmp_path):
     assert trainer.iter == 12
     assert trainer.status == "finished"
     assert json.loads((tmp_path / "finished").read_text())["iterations"] == 12
+    caplog.clear()
     trainer.train(max_iter=14)  # in the same process too
     assert trainer.iter == 14
+    [warning] = [text for text in caplog.messages if "max_iter=14" in text]
+    assert "SOLVER.MAX_ITER" in warning
+    assert "(12)" in warning
 
 
 EARLY = (

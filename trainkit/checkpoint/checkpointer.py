@@ -95,6 +95,8 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         else:
             self.format = format
         self.resumed_from = ""  # the name of the file that was loaded last to resume
+        # the model's weights that the last load has left as they were built
+        self._not_loaded: list[str] = []
         self._is_folder_prepared = False
         self._is_strict = False  # of the current load, for `_load_model`
         self._writing: futures.Future[None] | None = None
@@ -482,6 +484,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
                 if hasattr(obj, "after_load"):
                     obj.after_load(state)
         keys, self._is_strict = _what_to_load(state, path, keys, strict)
+        self._not_loaded = []
         groups = state.pop("optimizer_groups", {})
         for key in keys:
             with loading(f"'{path}': its entry {key!r}"):
@@ -529,6 +532,20 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             return found
         return None
 
+    def check_complete(self) -> None:
+        """Call after a load, before the model is evaluated or used.
+
+        Raises:
+            CheckpointError: the last load has left weights of the model as they were built.
+        """
+        names = self._not_loaded
+        if names:
+            raise CheckpointError(
+                f"the checkpoint gives no values for {len(names)} weights of the model, which are "
+                f"as they were built: {', '.join(names[:5])}. Build the model as in the run, such "
+                "as by --config-file RUN/config.yaml"
+            )
+
     def _log_incompatible_keys(self, incompatible: Any) -> None:
         # fvcore's would color names, which come from a file of somebody else
         for name, saved, own in incompatible.incorrect_shapes:
@@ -539,7 +556,10 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
                 saved,
                 own,
             )
+            self._not_loaded.append(name)
         missing = _filter_reused_missing_keys(self.model, incompatible.missing_keys)
+        missing = set(missing) - set(self._not_loaded)  # those are there, in another shape
+        self._not_loaded += sorted(missing)
         if missing:
             text = "The checkpoint does not have these weights, which stay as they are: %s"
             _logger.warning(text, ", ".join(sorted(missing)))

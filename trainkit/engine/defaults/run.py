@@ -111,6 +111,7 @@ class EvaluationRun(TrainerBase):
 
         Raises:
             ConfigError: there is nothing to evaluate.
+            CheckpointError: MODEL.WEIGHTS has not all weights of the model.
         """
         if not self.cfg.DATASETS.TEST and self._trainer_class.is_default("test"):
             raise ConfigError(
@@ -121,6 +122,7 @@ class EvaluationRun(TrainerBase):
             # the hooks may need their states
             checkpointables = ["trainer"] if self.hooks else []
             self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables)
+            self.checkpointer.check_complete()
         elif self.checkpointer.has_checkpoint():
             self.checkpointer.resume_or_load(None, resume=True)
         else:

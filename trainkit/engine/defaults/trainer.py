@@ -277,6 +277,14 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             start_iter = self.start_iter if self.status == "not started" else self.next_iter
         if max_iter is None:
             max_iter = self.max_iter
+        if max_iter > self.cfg.SOLVER.MAX_ITER:
+            logger.warning(
+                "train(max_iter=%d) goes on after the end of the schedule, which SOLVER.MAX_ITER gives "
+                "(%d): the learning rate stays as it is there, maybe 0. For the schedule of the longer "
+                "run, make a trainer with this SOLVER.MAX_ITER and resume",
+                max_iter,
+                self.cfg.SOLVER.MAX_ITER,
+            )
         check_monitored_metrics(self)
         with self._using_folders(start_iter):
             self._mark_finished(None)
