@@ -62,6 +62,7 @@ def test_the_job_learns_as_the_text_says_and_takes_its_hook_from_the_command_lin
 @pytest.mark.usefixtures("registry")
 def test_the_hook_is_registered_in_code_too(tmp_path):
     cfg = tiny_cfg(tmp_path, "INPUT.TRAIN_TRANSFORM", "", "INPUT.TEST_TRANSFORM", "")
+    cfg.DATASETS.TEST = ("mine_test",)
     trainer = run(JOB, "mine.py")["Trainer"](cfg)
     trainer.register_hooks([run(HOOK, "README.md")["ShowBatchSize"]()])
     trainer.train()

@@ -35,6 +35,11 @@ class DefaultPredictor:
             raise ConfigError(
                 "MODEL.WEIGHTS is empty; set it to the checkpoint whose model should predict"
             )
+        if build is build_model and not cfg.MODEL.NAME:
+            raise ConfigError(
+                "MODEL.NAME is empty; if a trainer class builds the model, write "
+                "DefaultPredictor(cfg, Trainer.build_model)"
+            )
         self.cfg = cfg.clone()
         self.model = on_device(self.cfg, build(self.cfg)).eval()
         checkpointer = Checkpointer(self.model)

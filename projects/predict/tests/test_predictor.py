@@ -201,3 +201,17 @@ def test_a_run_that_is_resumed_from_a_best_checkpoint_goes_on_with_the_weights_t
             for state in (whole, parts)
         ]
         assert average == [-1.5, -1.5]
+
+
+def test_a_model_of_a_trainer_class_is_built_by_it_and_the_error_says_so(trained, tmp_path):
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_model(cls, cfg):
+            return TinyClassifier(cfg)
+
+    cfg = tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(trained), "MODEL.NAME", "")
+    with pytest.raises(ConfigError, match=r"DefaultPredictor\(cfg, Trainer.build_model\)"):
+        DefaultPredictor(cfg)
+    sample = DatasetCatalog.get("tiny_test")[0]
+    by_name = DefaultPredictor(tiny_cfg(tmp_path, "MODEL.WEIGHTS", str(trained)))(sample)
+    assert torch.equal(DefaultPredictor(cfg, Trainer.build_model)(sample), by_name)
