@@ -80,7 +80,9 @@ def describe_failure(what: str, iter: int, values: Mapping[str, Any], more: str 
 
 
 def raise_failure(by_rank: Sequence[str | None]) -> None:
-    """Raise the first failure, if there is one; ranks that have exchanged theirs pass the same list.
+    """Raise the first failure, if there is one.
+
+    Ranks that have exchanged theirs pass the same list.
 
     Raises:
         FloatingPointError: a rank has a failure; with several ranks the message names it.

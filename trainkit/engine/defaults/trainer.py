@@ -277,11 +277,11 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             start_iter = self.start_iter if self.status == "not started" else self.next_iter
         if max_iter is None:
             max_iter = self.max_iter
-        if max_iter > self.cfg.SOLVER.MAX_ITER:
+        if max_iter > self.cfg.SOLVER.MAX_ITER and self.is_default("build_lr_scheduler"):
             logger.warning(
-                "train(max_iter=%d) goes on after the end of the schedule, which SOLVER.MAX_ITER gives "
-                "(%d): the learning rate stays as it is there, maybe 0. For the schedule of the longer "
-                "run, make a trainer with this SOLVER.MAX_ITER and resume",
+                "train(max_iter=%d) goes on after the end of the schedule, which SOLVER.MAX_ITER "
+                "gives (%d): the learning rate stays as it is there, maybe 0. For the schedule of "
+                "the longer run, make a trainer with this SOLVER.MAX_ITER and resume",
                 max_iter,
                 self.cfg.SOLVER.MAX_ITER,
             )

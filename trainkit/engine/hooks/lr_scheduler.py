@@ -132,8 +132,8 @@ class LRScheduler(HookBase):
         elif not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "The optimizer of LRScheduler (%s) made no update in iteration %d, counted from 0: `lr` is "
-                "stored from its first update on. If your run_step() uses other optimizers, "
+                "The optimizer of LRScheduler (%s) made no update in iteration %d, counted from 0: "
+                "`lr` is stored from its first update on. If your run_step() uses other optimizers, "
                 "register LRScheduler(optimizer, scheduler) for them, or store their rates by "
                 "storage.put_scalar()",
                 type(self._optimizer).__name__,
