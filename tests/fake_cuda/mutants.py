@@ -31,10 +31,11 @@ FILES = {name: f"tests/fake_cuda/test_on_{name}.py" for name in ("races", "train
 TABLE = """
 trainkit/engine/metrics.py
 the host runs ahead without a limit | ahead | wait_for(self._recent.popleft()) | self._recent.popleft()
-trainkit/utils/events/worker.py
+trainkit/utils/events/numbers.py
 numbers are read before they have arrived | waits | wait_for(arrived) | pass
 numbers are copied into pageable memory | waits | , device="cpu", pin_memory=True) | , device="cpu")
 pinned memory on the default device | trainers | , device="cpu", pin_memory=True) | , pin_memory=True)
+trainkit/utils/events/worker.py
 the worker has the first GPU | trainers | use_device(device_index) | pass
 trainkit/utils/device.py
 an event on another device | waits | event.record(stream) | event.record()

@@ -14,7 +14,7 @@ from trainkit.checkpoint.ranks import gather_rank_states
 from trainkit.engine.hooks import CallbackHook
 from trainkit.utils import comm
 from trainkit.utils.device import new_event, wait_for
-from trainkit.utils.events.worker import Numbers
+from trainkit.utils.events.numbers import Numbers
 
 LONG = (
     "SOLVER.MAX_ITER",
