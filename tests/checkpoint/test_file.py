@@ -85,7 +85,7 @@ class _Name(str):
     ],
 )
 def test_other_than_plain_values_are_named_by_their_path(path, state, message):
-    with pytest.raises(TypeError, match=rf"the state at .*{message}"):
+    with pytest.raises(TypeError, match=rf"^the state at .*{message}"):
         write_file(state, path)
     assert not path.exists()
 
