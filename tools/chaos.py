@@ -7,6 +7,7 @@
 
 The command is run once as a whole. Then it is run again, and all its processes are killed (SIGKILL) at a random time;
 it goes on with ``--resume``, until it is killed again or ends. If it ends before the last kill, another run follows.
+There are more kills than asked for, up to 20, until one was between two checkpoints.
 ``OUTPUT_DIR`` and a folder are added to the command; if it has the word ``{folder}``, this is replaced instead.
 
 The exit code is 0 if all runs are identical, 1 if one of them differs or fails, or if no run was continued from a
@@ -30,6 +31,8 @@ from pathlib import Path
 from inspect_checkpoint import compare
 
 from trainkit.utils.logger import printable
+
+MOST_MORE_KILLS = 20  # than those that are asked for
 
 
 class Command:
@@ -92,7 +95,10 @@ def kill_and_compare(words: list[str], num_kills: int, seed: int, folder: Path) 
     are_identical = True
     num_inside = 0  # kills after a checkpoint, and before the last one
     while True:
-        limit_sec = rng.uniform(0, whole_sec) if num_done < num_kills else None
+        # others show nothing, so it goes on until there is one
+        is_enough = num_done >= num_kills and num_inside > 0
+        is_over = is_enough or num_done == num_kills + MOST_MORE_KILLS
+        limit_sec = None if is_over else rng.uniform(0, whole_sec)
         has_ended = command.run(run, "--resume", limit_sec=limit_sec)
         if not has_ended:
             num_done += 1
@@ -107,13 +113,13 @@ def kill_and_compare(words: list[str], num_kills: int, seed: int, folder: Path) 
         text, differs = compare(str(whole), str(run))
         print(printable(f"{run.name} has ended\n{text}"), flush=True)
         are_identical = are_identical and not differs
-        if num_done == num_kills:
+        if is_over:
             break
         num_runs += 1
         run = folder / f"run_{num_runs}"
     if num_inside == 0:
         raise RuntimeError(
-            f"after none of {num_kills} kills a run went on from a checkpoint before its last one, so "
+            f"after none of {num_done} kills a run went on from a checkpoint before its last one, so "
             "this shows nothing: take a longer job, more checkpoints or more kills"
         )
     return are_identical
