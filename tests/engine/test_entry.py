@@ -1,6 +1,7 @@
 """A training script in one call: its command, what it shows in the terminal, and what only its log has."""
 
 import re
+from argparse import Namespace
 
 import pytest
 import torch
@@ -124,6 +125,11 @@ def test_options_for_several_processes_are_refused_if_nothing_starts_them(tmp_pa
     assert "2 processes" in message
     assert "launch(main, " in message
     assert not (tmp_path / "run").exists()
+
+
+def test_options_of_a_parser_without_processes_are_enough(tmp_path):
+    args = Namespace(config_file="", opts=[], eval_only=False, resume=False)
+    assert "classification" in run(args, DefaultTrainer, tiny_cfg(tmp_path))
 
 
 def test_an_evaluation_without_a_dataset_is_refused(tmp_path, capsys):

@@ -20,13 +20,14 @@ _by_world: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]]" = (
 _alone: dict[str, Any] = {}  # the entries of a process without a group
 
 
-def _is_initialized() -> bool:
+def is_initialized() -> bool:
+    """Whether this process belongs to a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def _entries() -> dict[str, Any]:
     """The side groups and data ranks of the present default group."""
-    if not _is_initialized():
+    if not is_initialized():
         return _alone
     default_group = cast(dist.ProcessGroup, dist.group.WORLD)
     return _by_world.setdefault(default_group, {})
@@ -34,14 +35,14 @@ def _entries() -> dict[str, Any]:
 
 def get_world_size() -> int:
     """Number of processes of the run."""
-    if not _is_initialized():
+    if not is_initialized():
         return 1
     return dist.get_world_size()
 
 
 def get_rank() -> int:
     """Number of this process in the run, from 0."""
-    if not _is_initialized():
+    if not is_initialized():
         return 0
     return dist.get_rank()
 

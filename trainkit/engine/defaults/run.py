@@ -4,7 +4,6 @@ import argparse
 import weakref
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from trainkit.checkpoint import Checkpointer
@@ -64,8 +63,9 @@ def run(
 
 def _check_launched(args: argparse.Namespace) -> None:
     """Raises ConfigError if the options ask for several processes, and this one is alone."""
-    wanted = args.num_gpus * args.num_machines
-    if wanted > 1 and not dist.is_initialized():
+    # a script may have a parser of its own, without these
+    wanted = getattr(args, "num_gpus", 1) * getattr(args, "num_machines", 1)
+    if wanted > 1 and not comm.is_initialized():
         raise ConfigError(
             f"the options ask for {wanted} processes, and this script has started one; call "
             "launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, "
