@@ -6,13 +6,13 @@ import re
 import subprocess
 
 import pytest
+import torch
 
 from tests.docs.pages import ROOT, blocks, run
-from tests.engine.job import tiny_cfg
-from trainkit.engine import TrainerBase
+from trainkit.engine import SimpleTrainer, TrainerBase
 from trainkit.engine.hooks import HOOK_REGISTRY
 
-LOOP, JOB, HOOK = blocks("README.md", "python")
+LOOP, JOB = blocks("README.md", "python")
 
 
 def test_the_two_commands_are_those_that_ci_takes_from_the_readme_and_the_slow_tests_are_run_too():
@@ -44,13 +44,13 @@ def registry(monkeypatch):
     monkeypatch.setattr(HOOK_REGISTRY, "_objects", {**HOOK_REGISTRY._objects})
 
 
-@pytest.mark.usefixtures("registry")
-def test_the_job_learns_as_the_text_says_and_takes_its_hook_from_the_command_line(
+@pytest.mark.usefixtures("registry", "catalogs")
+def test_the_job_learns_as_the_text_says_and_the_config_names_its_hook(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["mine.py", "HOOKS", "[{NAME: ShowBatchSize}]"])
-    run(HOOK + JOB, "mine.py", __name__="__main__")
+    monkeypatch.setattr("sys.argv", ["mine.py"])
+    run(JOB, "mine.py", __name__="__main__")
     printed = capsys.readouterr().out
     top1 = float(re.findall(r"\| classification \| top1 +\| +(\S+) \|", printed)[-1])
     assert top1 == pytest.approx(98, abs=2)
@@ -59,11 +59,13 @@ def test_the_job_learns_as_the_text_says_and_takes_its_hook_from_the_command_lin
     assert {json.loads(line).get("batch_size") for line in lines[:-1]} == {50}
 
 
-@pytest.mark.usefixtures("registry")
-def test_the_hook_is_registered_in_code_too(tmp_path):
-    cfg = tiny_cfg(tmp_path, "INPUT.TRAIN_TRANSFORM", "", "INPUT.TEST_TRANSFORM", "")
-    cfg.DATASETS.TEST = ("mine_test",)
-    trainer = run(JOB, "mine.py")["Trainer"](cfg)
-    trainer.register_hooks([run(HOOK, "README.md")["ShowBatchSize"]()])
-    trainer.train()
-    assert trainer.storage.history("batch_size").values() == [(8, iter) for iter in range(10)]
+@pytest.mark.usefixtures("registry", "catalogs")
+def test_the_hook_is_registered_in_code_too():
+    names = run(JOB, "mine.py")
+    loader = torch.utils.data.DataLoader(names["samples"], batch_size=24)
+    model = names["Trainer"].build_model(None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = SimpleTrainer(model, loader, optimizer)
+    trainer.register_hooks([names["ShowBatchSize"]()])
+    trainer.train(0, 10)
+    assert trainer.storage.history("batch_size").values() == [(24, iter) for iter in range(10)]

@@ -70,4 +70,6 @@ class LoadsAgain(HookBase):
         checkpointer = self.trainer.checkpointer
         if self.trainer.failure is None and checkpointer.has_checkpoint():
             checkpointer.load(checkpointer.get_checkpoint_file(), [])
-            logger.info("The trial run was trained, evaluated, saved and loaded without an error")
+            logger.info(
+                "The trial run has ended without an error, and its last checkpoint loads again"
+            )

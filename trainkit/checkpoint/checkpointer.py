@@ -366,9 +366,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
                 self._run_id = run_id_of(state)
                 return self._load_state(state, last, [*self.checkpointables], strict=True)
             _logger.info(
-                "No checkpoint to resume from in '%s'; starting from '%s'",
+                "No checkpoint to resume from in '%s'%s",
                 self.save_dir,
-                path or "",
+                f"; starting from '{path}'" if path else "",
             )
         else:
             self._run_id = new_run_id()

@@ -41,6 +41,7 @@ class HookList:
         self._keys: dict[int, int] = {}  # id of a registered hook -> its sort key
         self._names: dict[str, HookBase] = {}
         self._unclaimed_states: dict[str, dict[str, Any]] = {}
+        self._logged = ""
         self.update()
 
     # ------------------------------------------------------------------ order
@@ -200,7 +201,7 @@ class HookList:
     # ------------------------------------------------------------------ check
 
     def check(self, *, has_epochs: bool) -> bool:
-        """Check the hooks before a run starts, and log their order; every rank calls it.
+        """Check the hooks before a run, and log their order if it is new; every rank calls it.
 
         Returns:
             Whether all ranks have the same hooks. If not, an exchange by one hook could wait for
@@ -213,7 +214,9 @@ class HookList:
         if not has_epochs:
             self._refuse_epoch_points()
         description = self.describe()
-        logger.info("Hooks in order:\n%s", _folded(description))
+        if description != self._logged:  # a notebook calls train() many times
+            logger.info("Hooks in order:\n%s", _folded(description))
+            self._logged = description
         by_rank = comm.all_gather(description)
         are_same = True
         for rank, of_rank in enumerate(by_rank):

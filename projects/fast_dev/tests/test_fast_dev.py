@@ -44,7 +44,7 @@ def test_a_trial_run_leaves_the_files_of_a_finished_run_as_they_are(tmp_path):
     run(ARGS, DefaultTrainer, cfg)
     assert contents(tmp_path / "run") == before
     log = (tmp_path / "run/fast_dev_run/log.txt").read_text()
-    assert "The trial run was trained" in log
+    assert "The trial run has ended" in log
     assert "without an error" in log
 
 
