@@ -290,6 +290,17 @@ def test_private_attributes_are_named_among_what_is_not_resumed(tmp_path, caplog
     assert "not saved: _hidden" in caplog.text
 
 
+def test_the_log_names_each_attribute_once_with_its_size(caplog):
+    trainer = Steps()
+    trainer.teachers = [nn.Linear(1024, 512, bias=False)]
+    trainer.nested = {"deep": [linear(2, 2, 0)]}
+    with caplog.at_level(logging.INFO):
+        trainer.state_dict()
+        trainer.state_dict()
+    [text] = [text for text in caplog.messages if "checkpoints hold" in text]
+    assert "checkpoints hold: teachers.0 (Linear, 2.0 MiB). " in text  # 1024 * 512 * 4 bytes
+
+
 def test_a_trainer_with_attributes_is_let_go():
     trainer = Steps()
     trainer.mine = linear(2, 2, 0)
