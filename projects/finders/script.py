@@ -18,8 +18,9 @@ SCRIPT_HELP = (
 def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
     """The subclass of ``DefaultTrainer`` in the script.
 
-    If the script has none, it is to register MODEL.NAME. Without a script it is ``DefaultTrainer`` itself if MODEL.NAME says what the model is, else the
-    subclass in the modules of IMPORTS, which are imported.
+    If the script has none, it registers the model of MODEL.NAME. Without a script it is
+    ``DefaultTrainer`` itself if MODEL.NAME says what the model is, else the subclass in the modules
+    of IMPORTS, which are imported.
 
     Args:
         script: a file, or ``FILE:NAME``; code under ``if __name__ == "__main__"`` is not run.
