@@ -223,6 +223,17 @@ def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(
     assert step_trainer.zero_grad_before_forward is True
 
 
+def test_with_amp_the_forward_pass_is_in_bfloat16_and_an_evaluation_in_float32(tmp_path):
+    options = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.MAX_ITER", 2))
+    seen = set()
+    trainer.model.layers.register_forward_hook(
+        lambda layers, inputs, output: seen.add((layers.training, output.dtype))
+    )
+    trainer.train()
+    assert seen == {(True, torch.bfloat16), (False, torch.float32)}
+
+
 @pytest.mark.parametrize(
     ("options", "scales"),
     [
