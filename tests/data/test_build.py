@@ -175,6 +175,8 @@ def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(size, expected,
             ToIterableDataset(Squares(100), TrainingSampler(size, seed=0)), None, 4
         )
         assert batches_per_epoch(loader) == batches_per_epoch(stream) == expected
+        with pytest.raises(TypeError):
+            len(loader)
 
 
 class ByTokens(Sampler):
