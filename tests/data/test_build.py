@@ -175,6 +175,8 @@ def test_an_endless_loader_has_epochs_by_the_size_of_its_dataset(size, expected,
             ToIterableDataset(Squares(100), TrainingSampler(size, seed=0)), None, 4
         )
         assert batches_per_epoch(loader) == batches_per_epoch(stream) == expected
+        with pytest.raises(TypeError):
+            len(loader)
 
 
 class ByTokens(Sampler):
@@ -296,8 +298,10 @@ def test_the_loader_options_of_the_config_reach_the_loader(cfg):
     cfg.merge_from_list(
         ["DATALOADER.PERSISTENT_WORKERS", True, "DATALOADER.SAMPLER_TRAIN", "data_test_sampler"]
     )
+    cfg.DATALOADER.TIMEOUT = 7.0
     loader = build_train_loader(cfg)
     assert loader.num_workers == 1
+    assert loader.timeout == 7
     assert loader.prefetch_factor == 5
     assert loader.persistent_workers is True
     assert indices(loader, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]

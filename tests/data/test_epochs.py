@@ -91,6 +91,46 @@ class Parts(Wrapper):
     dataset = property(lambda self: self.parts["all"])
 
 
+class LongList:
+    """A wrapper with a list that is too long to be looked at, except under one name."""
+
+    def __init__(self, dataset, name):
+        self.size = len(dataset)
+        setattr(self, name, [dataset] + [0] * 1000)
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        [parts] = [value for value in vars(self).values() if isinstance(value, list)]
+        return parts[0][index]
+
+
+class Noise:
+    """A transform whose result is its epoch."""
+
+    epoch = -1
+
+    def __call__(self, sample):
+        return self.epoch
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+NOISE = Noise()
+
+
+class Compose:
+    def __init__(self, *transforms):
+        self.transforms = transforms
+
+    def __call__(self, sample):
+        for transform in self.transforms:
+            sample = transform(sample)
+        return sample
+
+
 def same(sample):
     return sample
 
@@ -171,6 +211,24 @@ def test_a_wrapper_with_set_epoch_decides_what_it_tells():
     assert take(make(Halving(Told())), 11) == [
         [epoch // 2 for epoch in batch] for batch in expected_batches(0, 11)
     ]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn", "is_told"),
+    [
+        (LongList(Told(), "datasets"), list, True),
+        (LongList(Told(), "parts"), list, False),
+        (MapDataset(range(SIZE), Noise()), list, True),
+        (MapDataset(range(SIZE), Compose(same, Noise())), list, False),
+        (MapDataset(range(SIZE), lambda sample: NOISE(sample)), list, False),
+        (range(SIZE), lambda samples: [NOISE(sample) for sample in samples], False),
+    ],
+)
+def test_what_is_inside_a_long_list_a_transform_or_a_function_is_not_told(
+    dataset, collate_fn, is_told
+):
+    delivered = take(make(dataset, collate_fn=collate_fn), 4)
+    assert delivered == (expected_batches(0, 4) if is_told else [[-1] * 4] * 4)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -481,6 +481,13 @@ def error_of(dataset, num_workers=1, **options):
             list,
             "FileNotFoundError while loading scan_2.png: [Errno",
         ),
+        # the one in the place of sample 0
+        (
+            0,
+            MapDataset(FailingFiles(int), lambda index: None if index == 0 else 1 / 0),
+            list,
+            "ZeroDivisionError while loading scan_0.png: division by zero",
+        ),
         # the data does not end
         (
             0,

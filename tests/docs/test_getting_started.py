@@ -136,5 +136,9 @@ def test_the_cells_of_a_notebook_train_and_show_it(folder, monkeypatch, capsys):
     for iteration in (20, 40, 79):
         expected = 0.5 * trainer.scheduler.schedule(iteration, 0.01)
         assert rates[iteration] == pytest.approx(expected)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.75
+    trainer.train(max_iter=trainer.iter + 2)
+    assert [lr for lr, _ in trainer.storage.history("lr").values()][-2:] == [0.75, rates[79]]
     DatasetCatalog.remove("spirals_test")
     assert "The run has finished after 20 of 20 iterations\n" in capsys.readouterr().out

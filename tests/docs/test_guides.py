@@ -658,6 +658,17 @@ def test_a_registered_writer_is_named_in_the_config(tmp_path, monkeypatch):
     assert int((tmp_path / "number.txt").read_text()) == len(trainer.storage.latest())
     assert merged(CONFIG).LOG.PERIOD == 50
 
+    got = []
+
+    @events.WRITER_REGISTRY.register()
+    class TakesTheConfig(events.EventWriter):
+        def __init__(self, output_dir, window_size, cfg):
+            got[:] = [str(output_dir), window_size, cfg.LOG.WRITERS]
+
+    cfg = tiny_cfg(tmp_path, "LOG.WRITERS", ["TakesTheConfig"], "LOG.WINDOW", 7)
+    DefaultTrainer(cfg)
+    assert got == [str(tmp_path), 7, ["TakesTheConfig"]]
+
 
 (OWN_LOOP,) = blocks("docs/exact_resume.md", "python")
 OwnLoop = run(OWN_LOOP, "docs/exact_resume.md")["OwnLoop"]

@@ -70,15 +70,21 @@ def test_the_settings_of_the_table_are_accepted():
 
 def test_a_part_is_frozen_for_three_epochs(tmp_path):
     cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", "4ep")
-    text = FROZEN.replace("backbone", "layers.0")
+    # two layers: a linear one, and a batch norm
+    text = FROZEN.replace('"backbone.*"', '"layers.0.*", "layers.1.*"')
     cfg.merge_from_other_cfg(CfgNode(CfgNode._load_cfg_from_yaml_str(text)))
     trainer = DefaultTrainer(cfg)
     seen = []
-    weight = trainer.model.layers[0].weight
-    keep = hooks.CallbackHook(after_step=lambda trainer: seen.append(weight.detach().clone()))
-    trainer.register_hooks([keep])
+    linear, norm = trainer.model.layers[:2]
+
+    def keep(trainer):
+        seen.append([each.clone() for each in (linear.weight, norm.weight, norm.running_mean)])
+
+    trainer.register_hooks([hooks.CallbackHook(after_step=keep)])
     trainer.train()
-    assert [torch.equal(seen[0], each) for each in seen] == 15 * [True] + 5 * [False]
+    same = [[torch.equal(a, b) for a, b in zip(seen[0], each, strict=True)] for each in seen]
+    frozen, trained = [True, True, False], [False, False, False]
+    assert same == [[True, True, True]] + 14 * [frozen] + 5 * [trained]
 
 
 def test_a_student_learns_from_a_teacher_that_stays_as_it_is():

@@ -175,7 +175,11 @@ def test_a_random_search_is_the_same_for_a_seed_and_a_larger_one_adds_runs(sweep
     assert len(others) == 5
     assert others.isdisjoint(again)
     assert all(1e-4 <= float(lr) <= 1 and 8 <= int(width) <= 32 for lr, width in again | others)
-    sweep.NUM_DRAWS = 200
+    of_two = {"LR": sweep.CategoricalDistribution([0.1, 0.3])}
+    start(sweep, FOLDER=sweep.FOLDER / "twice", SPACE=of_two, NUM_DRAWS=6)
+    assert [call["LR"] for call in calls()] == ["0.1", "0.3"]  # each once
+
+    sweep.NUM_DRAWS, sweep.SPACE = 200, space
     draws = [settings["LR"] for settings in sweep.choose_settings()]
     assert 80 < sum(lr < 1e-2 for lr in draws) < 120  # half of the decades
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.engine.job import tiny_cfg
+from tests.engine.job import TinyClassifier, tiny_cfg
 from tests.engine.tiny import AfterStep, Weight, scalars, sgd
 from tests.two_ranks import SLOW, on_two_ranks
 from trainkit.checkpoint import Checkpointer
@@ -228,6 +228,30 @@ def uneven_in_a_step_of_ones_own(rank, folder):
     trainer.train(0, 3)
 
 
+class UnevenLater(Uneven):
+    """From the third step on only rank 0 uses a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.norm(self.layer(x))
+        if self.calls < 3 or comm.is_main_process():
+            y = y + self.of_rank_0(x)
+        return y.square().mean()
+
+
+def uneven_later(rank, folder):
+    model = create_ddp_model(UnevenLater())
+    trainer = SimpleTrainer(model, [torch.randn(4, 3)], sgd(model), exchange_period=100)
+    try:
+        trainer.train(0, 6)
+    except RuntimeError as error:
+        raise RuntimeError(f"iteration {trainer.iter}: {error}") from None
+
+
 def uneven_allowed(rank, folder):
     return train_uneven(folder, {"find_unused_parameters": True})
 
@@ -303,6 +327,7 @@ UNEVEN = (
     uneven_accumulated,
     uneven_by_worker,
     uneven_in_a_step_of_ones_own,
+    uneven_later,
     uneven_allowed,
 )
 CHECKS = (settings, compression, from_config, new_groups, memory, devices, *UNEVEN)
@@ -392,6 +417,11 @@ def test_a_trainer_with_its_own_step_and_checkpoints_ends_with_torchs_error_too(
     assert second.startswith("RuntimeError: Expected to have finished reduction")
 
 
+def test_ranks_that_use_different_layers_in_a_later_step_end_in_the_one_after_it(ranks):
+    _, error = ranks["uneven_later"]
+    assert error.startswith("RuntimeError: iteration 3: Expected to have finished reduction")
+
+
 def test_all_groups_of_a_run_are_there_before_its_first_step(ranks):
     assert ranks["new_groups"] == [{3}, {3}]
 
@@ -437,6 +467,13 @@ def group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_in_one_process_the_model_is_not_wrapped(tmp_path, parallel, group_of_one):
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, "MODEL.PARALLEL", parallel))
+    assert type(trainer.model) is TinyClassifier
+    assert create_ddp_model(trainer.model) is trainer.model
 
 
 def test_ddps_error_on_a_layer_that_is_not_used_gains_its_name_and_the_setting(group_of_one):

@@ -223,6 +223,39 @@ def test_amp_of_the_config_makes_an_amp_trainer_that_keeps_every_setting(
     assert step_trainer.zero_grad_before_forward is True
 
 
+def test_with_amp_the_forward_pass_is_in_bfloat16_and_an_evaluation_in_float32(tmp_path):
+    options = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options, "SOLVER.MAX_ITER", 2))
+    seen = set()
+    trainer.model.layers.register_forward_hook(
+        lambda layers, inputs, output: seen.add((layers.training, output.dtype))
+    )
+    trainer.train()
+    assert seen == {(True, torch.bfloat16), (False, torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("options", "scales"),
+    [
+        ([], (65536, 32768)),
+        (["SOLVER.AMP.INIT_SCALE", 8.0], (8, 4)),
+        (["SOLVER.AMP.LOSS_SCALE", 128, "SOLVER.AMP.INIT_SCALE", 8.0], (128, 128)),
+    ],
+    ids=str,
+)
+def test_a_dynamic_loss_scale_halves_after_an_overflow_and_a_number_stays(
+    tmp_path, options, scales
+):
+    scaler = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.AMP.ENABLED", True, *options)).grad_scaler
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    scaler.scale(weight * torch.inf).backward()
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (before, scaler.get_scale()) == scales
+
+
 def test_ranks_exchange_metrics_once_per_log_period(tmp_path):
     trainer = DefaultTrainer(tiny_cfg(tmp_path, "LOG.PERIOD", "2ep"))
     assert trainer.metrics.exchange_period == 10

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import time
 from argparse import Namespace
@@ -125,6 +126,40 @@ def test_setup_writes_the_whole_config_and_logs_what_differs_from_the_defaults(t
     torch.use_deterministic_algorithms(False)
     assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
     assert torch.__version__ in log
+
+
+def test_config_yaml_has_the_settings_of_the_last_start(tmp_path):
+    for rate, args in ((0.5, NEW), (0.25, RESUME), (0.125, EVAL)):
+        default_setup(cfg_for(tmp_path, "SOLVER.BASE_LR", rate), args)
+    cfg = get_cfg()
+    cfg.merge_from_file(tmp_path / "config.yaml")
+    assert cfg.SOLVER.BASE_LR == 0.25  # an evaluation is no start of the run
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "passed_on"),
+    [
+        ([], ["info", "warning"], []),
+        (["LOG.LEVEL", "WARNING"], ["warning"], []),
+        (["LOG.LEVEL", "DEBUG"], ["debug", "info", "warning"], []),
+        (["LOG.PROPAGATE", True], ["info", "warning"], ["debug", "info", "warning"]),
+    ],
+    ids=str,
+)
+def test_the_terminal_shows_lines_from_a_level_on_and_the_file_has_all(
+    tmp_path, capsys, caplog, options, shown, passed_on
+):
+    caplog.set_level(logging.DEBUG)
+    default_setup(cfg_for(tmp_path, *options), NEW)
+    for level in ("debug", "info", "warning"):
+        getattr(logging.getLogger("trainkit.tests"), level)("a line of level %s", level)
+
+    def levels(text):
+        return re.findall("a line of level (.+)", text)
+
+    assert levels(capsys.readouterr().out) == shown
+    assert levels("\n".join(caplog.messages)) == passed_on
+    assert levels((tmp_path / "log.txt").read_text()) == ["debug", "info", "warning"]
 
 
 @pytest.fixture

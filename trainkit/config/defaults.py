@@ -40,7 +40,7 @@ _C.VIS_PERIOD = 0
 _C.MODEL = CN(new_allowed=True)
 # The name of the model in MODEL_REGISTRY.
 _C.MODEL.NAME = ""
-# A device such as "cuda:1". default_setup replaces "auto": CUDA, else MPS, else the CPU.
+# A device such as "cuda:1". default_setup replaces "auto": CUDA, XPU or MPS, else the CPU.
 _C.MODEL.DEVICE = "auto"
 # A file or address to start from; only its model is loaded. A resumed run loads its own.
 _C.MODEL.WEIGHTS = ""

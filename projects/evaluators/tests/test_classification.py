@@ -125,18 +125,26 @@ def test_the_confusion_matrix_is_logged_and_written_with_what_it_belongs_to(tmp_
     }
 
 
-def test_a_large_confusion_matrix_is_not_shown_and_one_that_cannot_be_written_is_logged(
-    tmp_path, caplog
+@pytest.mark.parametrize(
+    ("num_classes", "is_shown", "is_written"),
+    [(10, True, True), (11, False, True), (200, False, True), (201, False, False)],
+)
+def test_a_large_confusion_matrix_is_not_shown_and_a_larger_one_is_not_written(
+    tmp_path, caplog, num_classes, is_shown, is_written
 ):
-    large, absent = str(tmp_path / "large.json"), str(tmp_path / "absent/a.json")
+    caplog.set_level(logging.INFO, logger="trainkit.projects")
     evaluate(
-        {"label": torch.tensor([200])},
-        torch.eye(201)[200:],
+        {"label": torch.tensor([num_classes - 1])},
+        torch.eye(num_classes)[-1:],
         ConfusionMatrixEvaluator,
-        confusion_file=large,
+        confusion_file=str(tmp_path / "large.json"),
     )
-    assert not any("by their prediction" in text for text in caplog.messages)
-    assert not list(tmp_path.iterdir())
+    assert any("by their prediction" in text for text in caplog.messages) == is_shown
+    assert (tmp_path / "large.json").exists() == is_written
+
+
+def test_a_confusion_matrix_that_cannot_be_written_is_logged(tmp_path, caplog):
+    absent = str(tmp_path / "absent/a.json")
     assert evaluate({"label": LABELS}, SCORES, ConfusionMatrixEvaluator, confusion_file=absent)[
         "classification"
     ]

@@ -16,6 +16,7 @@ def test_each_new_scalar_has_a_row_with_its_iteration_and_its_exact_value(tmp_pa
         writer.write()  # nothing is new
         storage.iter = 4
         storage.put_scalar('a, "b"', math.nan)
+        storage.put_scalar("=1+1", 2.0)  # names stay as they are
         storage.put_scalar("high", math.inf)
         storage.put_scalar("low", -math.inf)
         writer.write()
@@ -28,6 +29,7 @@ def test_each_new_scalar_has_a_row_with_its_iteration_and_its_exact_value(tmp_pa
         "3,,loss,1.0",
         "3,,top1,50.0",
         '4,,"a, ""b""",nan',
+        "4,,=1+1,2.0",
         "4,,high,inf",
         "4,,low,-inf",
     ]

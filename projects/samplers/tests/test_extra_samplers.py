@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import SequentialSampler
 from trainkit.projects.samplers.parts import LimitedSampler
 
-from tests.data import test_loader, test_samplers
+from tests.data import test_epochs, test_loader, test_samplers
 from tests.data.test_build import Squares, cfg, indices  # noqa: F401
 from tests.data.test_loader import SIZE
 from tests.data.test_samplers import take
@@ -163,6 +163,15 @@ def test_grouped_batches_hold_one_group_and_come_as_they_fill():
         TrainingSampler(7, shuffle=False), torch.tensor(groups), batch_size=2
     )
     assert take(endless, 6) == [[0, 2], [1, 3], [5, 6], [4, 1], [0, 2], [3, 4]]
+
+
+def test_the_epoch_of_a_grouped_batch_counts_the_samples_of_full_batches():
+    groups = [0, 0, 0, 1]
+    batches = GroupedBatchSampler(TrainingSampler(4, shuffle=False), groups, batch_size=3)
+    loader = ResumableLoader(test_epochs.Told(4), batch_sampler=batches, collate_fn=list)
+    # the second batch is drawn in epoch 1; its positions are 3, 4 and 5, since sample 3 still waits
+    assert take(batches, 4) == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [3, 3, 3]]
+    assert take(loader, 4) == [[0, 0, 0], [0, 1, 1], [1, 1, 2], [2, 2, 2]]
 
 
 def test_short_epochs_continue_with_the_subset_of_their_state():
