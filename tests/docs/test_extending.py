@@ -330,7 +330,7 @@ def test_the_plug_in_with_an_option_lets_ranks_share_their_data(
 
 
 def test_the_table_of_what_needs_a_project_has_each_import():
-    table = page_text("docs/extending.md").partition("## Delete a project")[2]
+    table = page_text("projects/README.md").partition("## Delete a project")[2]
     table = table.partition("Tools that are not in the table")[0]
     rows = set()
     project = ""
