@@ -1,6 +1,19 @@
 import pytest
 import torch
+from torch import nn
 
+from tests.engine.job import tiny_cfg
+from tests.engine.tiny import sgd
+from trainkit.config import ConfigError
+from trainkit.data import SAMPLER_REGISTRY, TRANSFORM_REGISTRY, build_train_loader
+from trainkit.evaluation import EVALUATOR_REGISTRY, build_evaluator
+from trainkit.modeling import MODEL_REGISTRY, build_model
+from trainkit.solver import (
+    LR_SCHEDULER_BUILDER_REGISTRY,
+    build_lr_scheduler,
+    build_optimizer,
+)
+from trainkit.solver.build import OPTIMIZER_BUILDER_REGISTRY
 from trainkit.utils.registry import Registry
 
 
@@ -25,3 +38,42 @@ def test_registered_objects_are_found_by_their_name_which_can_be_taken_once():
     ):
         registry.register(type("Linear", (), {}))
     assert registry.get("Linear") is torch.nn.Linear
+
+
+REGISTRIES = {
+    "MODEL.NAME": (MODEL_REGISTRY, "cfg", build_model),
+    "INPUT.TRAIN_TRANSFORM": (TRANSFORM_REGISTRY, "cfg", build_train_loader),
+    "DATALOADER.SAMPLER_TRAIN": (SAMPLER_REGISTRY, "cfg, dataset", build_train_loader),
+    "TEST.EVALUATORS": (
+        EVALUATOR_REGISTRY,
+        "cfg, dataset_name",
+        lambda cfg: build_evaluator(cfg, "toy"),
+    ),
+    "SOLVER.OPTIMIZER_BUILDER": (
+        OPTIMIZER_BUILDER_REGISTRY,
+        "cfg, model",
+        lambda cfg: build_optimizer(cfg, nn.Linear(2, 2)),
+    ),
+    "SOLVER.LR_SCHEDULER_BUILDER": (
+        LR_SCHEDULER_BUILDER_REGISTRY,
+        "cfg, optimizer",
+        lambda cfg: build_lr_scheduler(cfg, sgd(nn.Linear(2, 2))),
+    ),
+}
+
+
+@pytest.mark.parametrize("key", REGISTRIES)
+def test_a_registered_object_that_takes_other_arguments_is_an_error_with_its_name(
+    tmp_path, monkeypatch, key
+):
+    registry, arguments, build = REGISTRIES[key]
+    monkeypatch.setattr(registry, "_objects", {**registry._objects})
+
+    @registry.register()
+    class WithoutArguments: ...
+
+    value = ["WithoutArguments"] if key == "TEST.EVALUATORS" else "WithoutArguments"
+    with pytest.raises(ConfigError) as caught:
+        build(tiny_cfg(tmp_path, key, value))
+    message = f"{key}: WithoutArguments is called with ({arguments}), but takes ()"
+    assert str(caught.value) == message

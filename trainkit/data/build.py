@@ -1,7 +1,7 @@
 """Build loaders from datasets and samplers, or from a config."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Sampler, default_collate
@@ -162,7 +162,7 @@ def _train_arguments(
                 "order",
             )
     elif sampler is None:
-        make_sampler = look_up(SAMPLER_REGISTRY, name, key)
+        make_sampler = look_up(SAMPLER_REGISTRY, name, key, ("cfg", "dataset"))
         sampler = make_sampler(cfg, dataset)
     return {
         "dataset": dataset,
@@ -278,5 +278,5 @@ def build_transform(cfg: CfgNode, is_train: bool) -> _Function:
     name = cfg.INPUT[key]
     if not name:
         return None
-    make: Callable[[CfgNode], _Function] = look_up(TRANSFORM_REGISTRY, name, f"INPUT.{key}")
-    return make(cfg)
+    make = look_up(TRANSFORM_REGISTRY, name, f"INPUT.{key}", ("cfg",))
+    return cast(_Function, make(cfg))

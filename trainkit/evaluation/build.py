@@ -50,9 +50,11 @@ def _build_one(cfg: CfgNode, dataset_name: str, entry: Any) -> DatasetEvaluator:
     if not isinstance(name, str):
         accepted = "a name, or {NAME: a name, ...} with arguments in upper case"
         raise not_accepted("TEST.EVALUATORS", entry, accepted)
-    make = look_up(EVALUATOR_REGISTRY, name, "TEST.EVALUATORS")
     if not arguments:
+        called_with = ("cfg", "dataset_name")
+        make = look_up(EVALUATOR_REGISTRY, name, "TEST.EVALUATORS", called_with)
         return cast(DatasetEvaluator, make(cfg, dataset_name))
+    make = look_up(EVALUATOR_REGISTRY, name, "TEST.EVALUATORS")
     try:
         return cast(DatasetEvaluator, make(cfg, dataset_name, **arguments))
     except (TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ def build_model(cfg: CfgNode) -> nn.Module:
     """
     name = cfg.MODEL.NAME
     key = "MODEL.NAME" if name else "MODEL.NAME is empty; set it"
-    make_model = look_up(MODEL_REGISTRY, name, key)
+    make_model = look_up(MODEL_REGISTRY, name, key, ("cfg",))
     device = device_of_config(cfg)
     model = make_model(cfg)
     if not isinstance(model, nn.Module):

@@ -70,7 +70,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
         cfg = with_optimizer(cfg, {"NAME": cfg.SOLVER.OPTIMIZER})
     name = cfg.SOLVER.OPTIMIZER_BUILDER
     if name:
-        build = look_up(OPTIMIZER_BUILDER_REGISTRY, name, "SOLVER.OPTIMIZER_BUILDER")
+        called_with = ("cfg", "model")
+        build = look_up(OPTIMIZER_BUILDER_REGISTRY, name, "SOLVER.OPTIMIZER_BUILDER", called_with)
     else:
         build = build_one
     optimizer = build(cfg, model)
@@ -123,7 +124,10 @@ def _build_groups(
     solver = cfg.SOLVER
     if solver.PARAM_GROUP_BUILDER:
         build = look_up(
-            PARAM_GROUP_REGISTRY, solver.PARAM_GROUP_BUILDER, "SOLVER.PARAM_GROUP_BUILDER"
+            PARAM_GROUP_REGISTRY,
+            solver.PARAM_GROUP_BUILDER,
+            "SOLVER.PARAM_GROUP_BUILDER",
+            ("cfg", "model"),
         )
         return build(cfg, model)
     weight_decay = arguments.get("weight_decay")
@@ -236,6 +240,7 @@ def build_lr_scheduler(cfg: CfgNode, optimizer: Optimizer) -> LRScheduler:
             LR_SCHEDULER_BUILDER_REGISTRY,
             solver.LR_SCHEDULER_BUILDER,
             "SOLVER.LR_SCHEDULER_BUILDER",
+            ("cfg", "optimizer"),
         )
         return build(cfg, optimizer)
     name = solver.LR_SCHEDULER_NAME

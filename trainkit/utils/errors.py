@@ -1,5 +1,6 @@
 """Errors in a config, and lines that are added to errors of others."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,13 +34,34 @@ def add_line(error: BaseException, line: str) -> None:
         error.args = (f"{error.args[0]}\n{line}",)
 
 
-def look_up(registry: Registry, name: str, key: str) -> Any:
+def look_up(registry: Registry, name: str, key: str, called_with: Iterable[str] = ()) -> Any:
     """The object that ``key`` of a config names.
 
+    Args:
+        called_with: what its arguments are, if it is called; for the check and its message.
+
     Raises:
-        ConfigError: nothing is registered under the name.
+        ConfigError: nothing is registered under the name, or it takes other arguments.
     """
     try:
-        return registry.get(name)
+        found = registry.get(name)
     except KeyError as error:
         raise ConfigError(f"{key}: {error.args[0]}") from error
+    arguments = [*called_with]
+    if arguments:
+        _check_call(found, arguments, f"{key}: {name}")
+    return found
+
+
+def _check_call(function: Any, arguments: list[str], where: str) -> None:
+    """Raises ConfigError if the function does not take these positional arguments."""
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)  # configurable() wraps
+    except (TypeError, ValueError):  # some functions in C have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where} is called with ({', '.join(arguments)}), but takes {signature}"
+        ) from error
