@@ -193,6 +193,31 @@ def every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0(ran
     return whole[0], resumed == whole[3:], [value for value, _ in scalars(trainer)["rank"]]
 
 
+def own_keys_of_a_trainer_are_those_of_the_rank_and_its_attributes_those_of_rank_0(rank, folder):
+    class Own(Steps):
+        own_keys = (*Steps.own_keys, "data")
+
+        def __init__(self, number):
+            super().__init__()
+            self.position = {"data": number, "others": number}
+            self.part = linear(number)
+            self.checkpointer = Checkpointer(
+                nn.Linear(1, 1), os.path.join(folder, "of_trainer"), trainer=self
+            )
+
+        def state_dict(self):
+            return {**super().state_dict(), **self.position}
+
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+            self.position = {name: state_dict[name] for name in self.position}
+
+    Own(rank + 1).checkpointer.save("a")
+    trainer = Own(9)
+    trainer.checkpointer.resume_or_load("")
+    return {**trainer.position, "weight": weight_of(trainer.part)}
+
+
 def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_path, caplog):
     checks = [
         all_ranks_load_the_same_file_or_fail_together,
@@ -201,6 +226,7 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
         a_checkpointer_on_rank_0_alone_waits_for_nobody,
         a_state_that_one_rank_cannot_write_fails_on_all_ranks_after_the_file_is_written,
         every_rank_goes_on_with_its_own_random_numbers_and_the_storage_of_rank_0,
+        own_keys_of_a_trainer_are_those_of_the_rank_and_its_attributes_those_of_rank_0,
     ]
     found = on_two_ranks(checks, tmp_path)
 
@@ -229,6 +255,11 @@ def test_each_rank_goes_on_with_its_own_state_and_all_with_the_same_file(tmp_pat
     assert same is True
     assert also_same is True
     assert stored == [0, 0, 0, 1, 1]
+
+    of_rank_0 = {"others": 1, "weight": 1.0}
+    assert found[
+        "own_keys_of_a_trainer_are_those_of_the_rank_and_its_attributes_those_of_rank_0"
+    ] == [{"data": 1, **of_rank_0}, {"data": 2, **of_rank_0}]
 
     comm.set_data_ranks(1, 2)
     take_rank_state({}, None, "old.pth")

@@ -201,7 +201,7 @@ def test_the_gan_resumes_both_optimizers_and_a_schedule_exactly(page, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_of_the_gan_the_first_optimizer_is_clipped_and_two_keys_have_no_effect(page, tmp_path):
+def test_of_the_gan_the_first_optimizer_is_clipped_and_two_keys_change_no_step(page, tmp_path):
     clip = ["SOLVER.CLIP_GRADIENTS.ENABLED", True, "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "full_model"]
     options = [*clip, "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 1e-6, "SOLVER.MAX_ITER", 1]
     trainer = gan(page, tmp_path / "clipped", *options)
@@ -214,11 +214,20 @@ def test_of_the_gan_the_first_optimizer_is_clipped_and_two_keys_have_no_effect(p
     assert norms[1] > 1e-3
 
     weights = []
-    for others in ([], ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"]):
+    accumulation = ["SOLVER.ACCUMULATION_STEPS", 2]
+    mixed_precision = ["SOLVER.AMP.ENABLED", True, "SOLVER.AMP.PRECISION", "bfloat16"]
+    for others in ([], accumulation, mixed_precision):
         trainer = gan(page, tmp_path / f"run{len(others)}", "SOLVER.MAX_ITER", 2, *others)
         trainer.train()
         weights.append(trainer.model.state_dict())
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    for other in weights[1:]:
+        assert all(torch.equal(weights[0][name], other[name]) for name in weights[0])
+
+    # 100 samples in batches of 16
+    for others, max_iter in (([], 25), (accumulation, 12)):
+        trainer = gan(page, tmp_path / "long", "SOLVER.MAX_ITER", "4ep", *others)
+        assert trainer.given_cfg.SOLVER.MAX_ITER == "4ep"
+        assert max_iter == trainer.cfg.SOLVER.MAX_ITER
 
 
 def test_a_loss_of_the_gan_that_is_nan_ends_the_run_at_the_next_checkpoint(page, tmp_path):

@@ -53,6 +53,7 @@ def test_an_entry_point_brings_names_to_registries_packages_runs_and_the_command
     assert load("Tidy") is trainkit.engine.hooks.Tidy is hook_class
     assert load("hooks").__name__ == trainkit.engine.hooks.hooks.__name__ == "tidy.hooks"
     assert {"Tidy", "hooks", "EMAHook", "HookBase"} <= {*dir(trainkit.engine.hooks)}
+    assert {"Tidy", "EMAHook"}.isdisjoint(trainkit.engine.hooks.__all__)
     assert find_plugins().run_hooks == ["CopyAhead", "SamplerSeed", "RunRecord", "Tidy"]
     assert find_plugins().formats == ["shards", "safetensors", "tidied"]
     assert find_plugins().config_types["builtins.complex"] == "to_tidy_cfg"

@@ -27,6 +27,7 @@ from tests.forked import run_forked, script
 from trainkit.config import get_cfg
 from trainkit.data import DatasetCatalog
 from trainkit.engine import DefaultTrainer, SimpleTrainer
+from trainkit.modeling import MODEL_REGISTRY
 
 PAGE = "docs/preflight.md"
 (OWN,) = blocks(PAGE, "python")
@@ -378,6 +379,31 @@ def test_a_loader_is_slow_if_a_batch_takes_longer_than_a_step_and_than_20_ms(
     monkeypatch.setattr(checks, "timeit", lambda call, number: number * batch_sec)
     [finding] = [found for found in one.ask(checks.host_reads) if found.name == "loader"]
     assert (finding.verdict, finding.advice) == (verdict, advice)
+
+
+@MODEL_REGISTRY.register()
+class PartlyDead(nn.Module):
+    """Of eight channels the first ones are never above zero."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        nn.init.constant_(self.body.bias, 100.0)
+        nn.init.constant_(self.body.bias[: cfg.MODEL.DEAD], -100.0)
+
+    def forward(self, batch):
+        scores = self.head(self.body(batch["x"]).relu())
+        if not self.training:
+            return scores
+        return {"loss": 1e-3 * nn.functional.cross_entropy(scores, batch["label"])}
+
+
+def test_a_quarter_of_dead_channels_is_only_shown(checked):
+    for number, share, verdict in ((2, "25%", "sound"), (3, "38%", LOOK)):
+        one = checked("MODEL.NAME", "PartlyDead", "MODEL.DEAD", number)
+        [dead] = [found for found in one.ask(checks.optimizer) if found.name == "dead"]
+        assert f"{share} of relu" in dead.text
+        assert dead.verdict == verdict
 
 
 def test_more_than_90_percent_of_the_memory_is_a_finding(checked, monkeypatch):

@@ -133,17 +133,20 @@ def test_each_question_has_its_options(plant, capsys, tmp_path):
             ["--range", "5:7", "--hook", "mine.py:Ten"],
             "4 of 4 logged values equal those in capsule.rank0.pt",
         ),
+        (["--range", "5:6", "--hook", "mine.py:Ten", "--out", "own"], "2 of 2 logged values"),
         (["--range", "5:7", "--worst", "1"], "iteration "),
         (
-            ["--first-bad", "--iter", "6", "--quantity", "weight"],
-            "weight stays within 10 times its running median",
+            ["--first-bad", "--iter", "6", "--quantity", "weight", "--times", "3"],
+            "weight stays within 3 times its running median",
         ),
     ]:
         assert tool.main(tool.parse_args([str(run), *words, "--", "train.py"])) == 0
         assert start in capsys.readouterr().out.splitlines()[0]
     assert tool.main(tool.parse_args([str(run), "--first-bad", "--", "train.py"])) == 1
     assert "it has not come back: in the run iteration 7 has ended" in capsys.readouterr().out
-    assert '"ten": 10.0' in (tmp_path / "project/replay_of_run/metrics.json").read_text()
+    for folder, num_lines in (("replay_of_run", 2), ("own", 1)):
+        text = (tmp_path / "project" / folder / "metrics.json").read_text()
+        assert text.count('"ten": 10.0') == num_lines
 
 
 def test_wrong_arguments_are_one_message(plant, capsys):

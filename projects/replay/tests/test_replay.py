@@ -585,6 +585,8 @@ def test_a_step_with_two_optimizers_shows_its_batch_modules_and_gradients_and_th
     assert bad.error.startswith("FloatingPointError: the loss of the critic")
     assert bad.first_bad_module == "critic.1"
     assert "they cannot be looked at one by one" in bad.samples_at_fault
+    with pytest.raises(CheckpointError, match="holds no step"):
+        replay(tmp_path / "capsule.rank0.pt", start=play)
 
 
 def test_an_iterator_of_the_trainer_is_no_fault_of_the_machine(tmp_path):
