@@ -439,3 +439,18 @@ def test_all_ranks_save_in_the_same_iteration_by_the_clock_of_rank_0(tmp_path):
     gaps = [after - before for before, after in itertools.pairwise([-1, *found[:-1]])]
     assert len(gaps) >= 3
     assert all(6 <= gap <= 6 + 4 for gap in gaps)
+
+
+@pytest.mark.parametrize(("best", "done"), [(0, 4), (1, 8), (2, 10)])
+def test_the_summary_says_after_how_many_updates_the_best_was_found_also_when_the_run_goes_on(
+    best, done
+):
+    """Evaluations after 4 and 8 updates, and at the end."""
+    scores = iter([float(number == best) for number in range(3)] + [0.0] * 4)
+    hook = BestCheckpointer(4, Recorder(), "top1", "max")
+    evaluate = EvalHook(4, lambda: {"top1": next(scores)})
+    trainer = Steps([evaluate, hook])
+    trainer.train(0, 10)
+    assert f" after {done} iterations: " in hook.summary()
+    trainer.train(10, 20)
+    assert f" after {done} iterations: " in hook.summary()

@@ -296,10 +296,9 @@ class BestCheckpointer(MetricHook):
     def summary(self) -> str:
         if self.best is None or self.best_iter is None:
             return ""
-        # in the final evaluation best_iter is max_iter
-        done = min(self.best_iter + 1, self.trainer.max_iter)
+        when = say_done(self.best_iter + 1)
         return (
-            f"best {self.monitored_metric} {self.best:.5g} ({self.mode}) {say_done(done)}: "
+            f"best {self.monitored_metric} {self.best:.5g} ({self.mode}) {when}: "
             f"{self.file_prefix}.pth"
         )
 

@@ -179,7 +179,8 @@ class MetricHook(PeriodicHook):
             return False
         if self._is_new_best(value):
             self.best = value
-            self.best_iter = iter
+            # the evaluation at the end of a run is stored at the next iteration
+            self.best_iter = min(iter, self.trainer.done - 1)
             self.not_better = 0
         else:
             self.not_better += 1
