@@ -61,8 +61,12 @@ python tools/train_net.py --print-config SOLVER.AMP "{ENABLED: True}" DATASETS.T
 - A key that does not exist, a value of the wrong type, and a number out of its range are errors that say what is
   accepted.
 - `MODEL`, `INPUT` and `SOLVER.OPTIMIZER` accept keys of your own, so check your spelling there.
-  [A plug-in](extending.md#a-plug-in-keys-of-the-config-options-of-the-command-line) adds keys in other places.
+  Keys in other places are added [by your script](extending.md#keys-of-one-script) or by
+  [a plug-in](extending.md#a-plug-in-keys-of-the-config-options-of-the-command-line).
+- `DefaultTrainer` keeps a frozen copy, `trainer.cfg`.
+  A YAML file of detectron2: [what differs](migrate_from_detectron2.md).
 - The output folder has the settings of the run in `config.yaml`. A run from this file trains the same.
+- Some keys stay as they were if a run is resumed: [what you may change](exact_resume.md#what-you-may-change).
 """
 LIMITS = """
 ## Limits

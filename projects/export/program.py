@@ -124,6 +124,7 @@ def _to_onnx(program: Any, batch: dict[str, Tensor], path: Path, outputs: list[s
         dynamo=True,
         input_names=[*batch],
         output_names=outputs,
+        dynamic_shapes=({name: {0: "batch"} for name in batch},),  # the name of the dimension
         verbose=False,
         external_data=False,
     )

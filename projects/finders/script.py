@@ -10,16 +10,17 @@ from trainkit.config import CfgNode, ConfigError, import_modules
 from trainkit.engine import DefaultTrainer
 
 SCRIPT_HELP = (
-    "the file of the subclass of DefaultTrainer that builds the model, and of its data; "
-    "FILE:NAME if it has several"
+    "the file of the subclass of DefaultTrainer that builds the model, or of the model that "
+    "MODEL.NAME names, and of the data; FILE:NAME if it has several subclasses"
 )
 
 
 def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
     """The subclass of ``DefaultTrainer`` in the script.
 
-    Without a script it is ``DefaultTrainer`` itself if MODEL.NAME says what the model is, else the
-    subclass in the modules of IMPORTS, which are imported.
+    If the script has none, it registers the model of MODEL.NAME. Without a script it is
+    ``DefaultTrainer`` itself if MODEL.NAME says what the model is, else the subclass in the modules
+    of IMPORTS, which are imported.
 
     Args:
         script: a file, or ``FILE:NAME``; code under ``if __name__ == "__main__"`` is not run.
@@ -30,7 +31,7 @@ def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
     """
     import_modules(cfg.IMPORTS)
     if script:
-        return _trainer_of_script(script)
+        return _trainer_of_script(script, has_model=bool(cfg.MODEL.NAME))
     if cfg.MODEL.NAME:
         return DefaultTrainer
     found = _most_derived(_trainers_in(sys.modules[name] for name in cfg.IMPORTS))
@@ -42,9 +43,11 @@ def find_trainer(cfg: CfgNode, script: str = "") -> type[DefaultTrainer]:
     )
 
 
-def _trainer_of_script(script: str) -> type[DefaultTrainer]:
+def _trainer_of_script(script: str, *, has_model: bool) -> type[DefaultTrainer]:
     path, _, name = script.partition(":")
     trainers = _trainers_in([_load(path)])
+    if has_model and not name and not trainers:
+        return DefaultTrainer
     if name in trainers:
         return trainers[name]
     found = {} if name else _most_derived(trainers)

@@ -1,5 +1,6 @@
 """The examples of the page do what it says; `projects/remote` tests a run in its store."""
 
+import ast
 import copy
 import gzip
 import json
@@ -16,7 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.docs.pages import blocks, run
+from tests.capability_names import imported_projects
+from tests.docs.pages import ROOT, blocks, run
+from tests.docs.pages import page as page_text
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import Weight, sgd
 from trainkit.checkpoint import Checkpointer, CheckpointError
@@ -28,7 +31,9 @@ from trainkit.engine import (
     default_setup,
     hooks,
 )
+from trainkit.engine.defaults.build import POLICY_REGISTRY
 from trainkit.engine.hook_base import HOOK_REGISTRY
+from trainkit.engine.policies import NonFinitePolicy
 from trainkit.utils import comm
 
 ONE_STEP = ("SOLVER.MAX_ITER", 1, "SOLVER.WARMUP_ITERS", 0, "SOLVER.STEPS", ())
@@ -89,6 +94,26 @@ def test_the_policy_goes_on_after_a_loss_that_is_nan(page, tmp_path):
     # 1 - 0.25 * 1 - 0 - 0.25 * 2
     assert weights[policy] == 0.25
     assert math.isnan(weights["ignore"])
+
+
+def test_a_policy_gets_the_losses_and_the_largest_number_in_a_row_and_its_text_ends_the_run(
+    page, tmp_path, monkeypatch
+):
+    class Ends(NonFinitePolicy):
+        def describe(self, iter, values):
+            numbers = ", ".join(f"{name} is {values[name]}" for name in sorted(values))
+            return f"{numbers}; {self.max_in_row} are accepted"
+
+    monkeypatch.setattr(POLICY_REGISTRY, "_objects", {"ends": Ends})
+    options = ["SOLVER.NON_FINITE.POLICY", "ends", "SOLVER.NON_FINITE.MAX_IN_ROW", 7]
+    trainer = DefaultTrainer(tiny_cfg(tmp_path, *options))
+    trainer.model.forward = lambda batch: {
+        name: weight * torch.nan
+        for name, weight in zip("ab", trainer.model.layers[0].bias[:2], strict=True)
+    }
+    text = "a is nan, b is nan, total_loss is nan; 7 are accepted"
+    with pytest.raises(FloatingPointError, match=text):
+        trainer.train()
 
 
 def test_the_optimizer_and_the_schedule_of_the_page_are_chosen_by_its_command(page, tmp_path):
@@ -302,6 +327,27 @@ def test_the_plug_in_with_an_option_lets_ranks_share_their_data(
     check_values(cfg)
     prepare_projects(cfg)
     assert found[-1] == (1, 2)
+
+
+def test_the_table_of_what_needs_a_project_has_each_import():
+    table = page_text("projects/README.md").partition("## Delete a project")[2]
+    table = table.partition("Tools that are not in the table")[0]
+    rows = set()
+    project = ""
+    for first, needed_by in re.findall(r"^\|(.+?)\|(.+?)\|", table, re.MULTILINE):
+        project = first.strip("` ") or project
+        rows |= {(project, name) for name in re.findall("`(.+?)`", needed_by)}
+    found = set()
+    for file in ROOT.glob("projects/*/**/*.py"):
+        owner = file.relative_to(ROOT).parts[1]
+        source = file.read_text()
+        if "tests" in file.parts or file.name == "conftest.py" or "projects" not in source:
+            continue
+        for name in imported_projects(ast.parse(source)):
+            words = re.findall(r"\w+", name.partition("projects.")[2])
+            found |= {(word, owner) for word in words[:1] if word != owner}
+    assert len(found) > 10
+    assert found <= rows
 
 
 def test_a_script_has_keys_of_its_own():

@@ -21,6 +21,7 @@ from trainkit.checkpoint import Checkpointer
 from trainkit.checkpoint.differences import differing_files
 from trainkit.config import CfgNode, ConfigError, check_values, get_cfg
 from trainkit.data import (
+    DatasetCatalog,
     MetadataCatalog,
     TrainingSampler,
     build_batch_data_loader,
@@ -59,7 +60,7 @@ NORM, CHECK, OUTPUTS, COUNT = blocks("docs/hooks.md", "python")
 (ENTRIES,) = blocks("docs/hooks.md", "yaml")
 USE, COMMAND = blocks("docs/hooks.md", "sh")
 IN_SHORT, COUNTER, WITHOUT_CONFIG, TRAIN, ITERATION = blocks("docs/training_loop.md", "python")
-UNNAMED, DATASET, PADDING, WEIGHTED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
+UNNAMED, DATASET, PARTS, PADDING, WEIGHTED, CURRICULUM, LOADER = blocks("docs/data.md", "python")
 (COMBINED,) = blocks("projects/samplers/README.md", "python")
 (NUMBERS,) = blocks("docs/data.md", "yaml")
 FULL, SHORTENED = blocks("docs/migrate_from_detectron2.md", "python")
@@ -263,6 +264,14 @@ def test_the_trainer_of_the_page_gives_its_datasets_without_a_name(tmp_path):
     assert sorted(next(iter(trainer.build_train_loader(cfg)))["x"].tolist()) == [*range(100)]
     batches = [batch["x"].tolist() for batch in trainer.build_test_loader(cfg, "")]
     assert batches == [[*range(start, start + 4)] for start in range(100, 120, 4)]
+
+
+@pytest.mark.usefixtures("catalogs")
+def test_the_two_parts_of_the_page_have_each_sample_once():
+    run(PARTS, "data.md")
+    parts = [DatasetCatalog.get(name) for name in ("mine_val", "mine_train")]
+    assert [len(part) for part in parts] == [10, 90]
+    assert sorted(sample["x"] for part in parts for sample in part) == [*range(100)]
 
 
 def test_the_texts_of_the_page_are_padded_to_the_longest_of_their_batch(tmp_path):

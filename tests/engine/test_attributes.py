@@ -10,13 +10,16 @@ from torch import nn
 
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import AfterStep, Regression, Steps, batches, sgd, through_a_file
+from tests.two_ranks import on_two_ranks
 from trainkit.checkpoint import Checkpointer, CheckpointError
 from trainkit.config import ConfigError
 from trainkit.engine import hooks
 from trainkit.engine.defaults import DefaultTrainer
 from trainkit.engine.loop import TrainerBase
+from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.solver.lr_scheduler import LRMultiplier
+from trainkit.utils import comm
 
 
 def linear(inputs, outputs, seed):
@@ -287,6 +290,17 @@ def test_private_attributes_are_named_among_what_is_not_resumed(tmp_path, caplog
     assert "not saved: _hidden" in caplog.text
 
 
+def test_the_log_names_each_attribute_once_with_its_size(caplog):
+    trainer = Steps()
+    trainer.teachers = [nn.Linear(1024, 512, bias=False)]
+    trainer.nested = {"deep": [linear(2, 2, 0)]}
+    with caplog.at_level(logging.INFO):
+        trainer.state_dict()
+        trainer.state_dict()
+    [text] = [text for text in caplog.messages if "checkpoints hold" in text]
+    assert "checkpoints hold: teachers.0 (Linear, 2.0 MiB). " in text  # 1024 * 512 * 4 bytes
+
+
 def test_a_trainer_with_attributes_is_let_go():
     trainer = Steps()
     trainer.mine = linear(2, 2, 0)
@@ -418,3 +432,46 @@ def test_a_default_trainer_passes_on_what_its_step_knows_and_may_have_attributes
     assert [iter for _, iter in trainer.storage.history("total_loss").values()] == [*range(10)]
     with pytest.raises(AttributeError, match="'SimpleTrainer' object has no attribute 'grad_sc"):
         _ = trainer.grad_scaler
+
+
+class Judged(TrainerBase):
+    """Has a module that is not the model; each rank trains with other numbers."""
+
+    def __init__(self, judge):
+        super().__init__()
+        self.judge = judge
+        self.optimizer = adam(judge)
+
+    def run_step(self):
+        numbers = torch.full((4, 2), 1.0 + comm.get_rank())
+        self.optimizer.zero_grad()
+        self.judge(numbers).square().mean().backward()
+        self.optimizer.step()
+
+
+def find_differing_modules(rank, folder):
+    """The messages for a module as it is, with another start on each rank, wrapped, and left out."""
+    messages = {}
+    for name, judge in {
+        "as it is": linear(2, 1, 0),
+        "other start": linear(2, 1, rank),
+        "wrapped": create_ddp_model(linear(2, 1, rank)),
+        "left out": linear(2, 1, rank),
+    }.items():
+        trainer = Judged(judge)
+        if name == "left out":
+            trainer.unsaved = ("judge",)
+        try:
+            trainer.train(0, 2)
+        except ConfigError as error:
+            messages[name] = str(error)
+    return messages
+
+
+@pytest.mark.slow
+def test_a_module_that_each_rank_trains_for_itself_is_an_error(tmp_path):
+    of_ranks = on_two_ranks([find_differing_modules], tmp_path)["find_differing_modules"]
+    assert of_ranks[0] == of_ranks[1]
+    assert [*of_ranks[0]] == ["as it is", "other start"]
+    for message in of_ranks[0].values():
+        assert "trainer.judge has other weights on rank 1 than on rank 0" in message

@@ -163,3 +163,23 @@ def test_weights_of_another_model_are_not_evaluated(tmp_path, capsys):
     message = capsys.readouterr().err
     assert "2 weights of the model" in message
     assert "more.bias, more.weight" in message
+
+
+def test_a_job_that_started_from_weights_says_which_model_it_evaluates(tmp_path, capsys):
+    """MODEL.WEIGHTS of the config are those from which the run started."""
+    start = tmp_path / "start.pth"
+    model = DefaultTrainer.build_model(tiny_cfg(tmp_path))
+    with torch.no_grad():
+        for parameter in [*model.parameters()][-2:]:  # the last layer
+            parameter.zero_()  # it says class 0 for all samples: one class is right
+    torch.save(model.state_dict(), start)
+    cfg = tiny_cfg(tmp_path / "run", "MODEL.WEIGHTS", str(start))
+    trained = run_with(cfg)
+
+    assert run_with(cfg, "--eval-only")["classification"]["mean_class_accuracy"] == 50
+    assert "not the run in" in capsys.readouterr().out
+    assert run_with(cfg, "--eval-only", "--resume") == trained
+    assert trained["classification"]["mean_class_accuracy"] > 50
+    final = str(tmp_path / "run/model_final.pth")
+    assert run_with(cfg, "--eval-only", "MODEL.WEIGHTS", final) == trained
+    assert "not the run in" not in capsys.readouterr().out

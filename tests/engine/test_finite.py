@@ -174,5 +174,5 @@ def test_the_iteration_is_named_also_if_a_default_trainer_makes_the_steps_itself
                     next(self.model.parameters()).fill_(math.inf)
 
     trainer = OwnStep(tiny_cfg(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 5))
-    with pytest.raises(FloatingPointError, match="the model is not finite in iteration 4"):
+    with pytest.raises(FloatingPointError, match="the model is not finite after iteration 4"):
         trainer.train()

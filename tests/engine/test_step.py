@@ -352,6 +352,15 @@ def test_accumulation_equals_one_batch_of_all_samples():
     assert (not_accumulated - expected).abs().max() > 1e-3
 
 
+def test_each_micro_batch_has_the_same_weight_however_short_it_is():
+    model = Weight(lambda weight, batch: weight * batch.mean())
+    parts = [torch.ones(3), torch.full((1,), 5.0)]
+    trainer = SimpleTrainer(model, parts, sgd(model, lr=0.5), accumulation_steps=2)
+    trainer.train(0, 1)
+    # the gradient is (1 + 5) / 2, not (3 * 1 + 5) / 4
+    assert model.weight.item() == 1 - 0.5 * 3
+
+
 def test_windows_cross_epochs_as_in_openmmlab():
     """A window of three of four batches: no window is cut where an epoch ends."""
     data = batches(4)

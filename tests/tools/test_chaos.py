@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.docs.pages import fences, page
 from tests.tools.command import call
 from tools import chaos
 
@@ -45,6 +46,11 @@ def kill(tmp_path, monkeypatch, capsys):
     return kill
 
 
+def kind_of(line):
+    """A printed line without its numbers, spaces and the name of a checkpoint."""
+    return re.sub(r"goes on from .*|[\d. ]", "", line)
+
+
 def test_a_job_that_goes_on_is_identical_and_leaves_nothing(kill, tmp_path):
     code, out, _ = kill()
     lines = out.splitlines()
@@ -65,6 +71,8 @@ def test_a_job_that_goes_on_is_identical_and_leaves_nothing(kill, tmp_path):
         >= 1
     )
     assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+    [shown] = [text for language, text in fences(page("docs/exact_resume.md")) if not language]
+    assert {kind_of(line) for line in shown.splitlines()} <= {kind_of(line) for line in lines}
 
 
 def test_a_job_that_forgets_differs_and_its_folders_stay(kill, tmp_path):

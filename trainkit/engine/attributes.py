@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainkit.checkpoint.errors import loading
 from trainkit.checkpoint.optimizer_groups import describe_groups
 from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
+from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.errors import ConfigError
 
@@ -79,6 +80,7 @@ class Attributes:
         # names; None: nothing was loaded since the last start
         self._loaded: set[str] | None = None
         self._logged: set[str] = set()
+        self._has_compared = False  # with other ranks, since the last start
 
     def objects(self) -> dict[str, Any]:
         """name -> object, of all whose state is saved here.
@@ -210,6 +212,33 @@ class Attributes:
         self._groups = {}
         self._loaded = None
 
+    def compare_ranks(self) -> None:
+        """Compare the weights of the modules over the ranks, once in a run; every rank calls it.
+
+        Nothing averages the gradients of a module that is not wrapped.
+
+        Raises:
+            ConfigError: ranks have different weights; a checkpoint holds those of rank 0 only.
+        """
+        if self._has_compared or comm.get_world_size() == 1:
+            return
+        self._has_compared = True
+        sums = {}
+        for name, value in self.objects().items():
+            if isinstance(value, nn.Module):
+                sums[name] = [str(tensor.double().sum().item()) for tensor in value.parameters()]
+        by_rank = comm.all_gather(sums)
+        first = by_rank[0]
+        for rank, of_rank in enumerate(by_rank):
+            for name in {**first, **of_rank}:
+                if of_rank.get(name) != first.get(name):
+                    raise ConfigError(
+                        f"trainer.{name} has other weights on rank {rank} than on rank 0: nothing "
+                        "averages its gradients, and checkpoints hold those of rank 0. Wrap it, "
+                        f"trainer.{name} = create_ddp_model(module), or leave it out of "
+                        f'checkpoints by unsaved = ("{name}",) in the class'
+                    )
+
     def check_start(self) -> None:
         """Warn of names in ``unsaved`` that the trainer does not have.
 
@@ -217,6 +246,7 @@ class Attributes:
             TypeError: ``unsaved`` is no tuple or list.
             ConfigError: as `objects`.
         """
+        self._has_compared = False
         self.objects()
         unsaved = self._trainer.unsaved
         if not isinstance(unsaved, tuple | list):

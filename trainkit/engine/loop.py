@@ -123,8 +123,7 @@ class TrainerBase:
         self._rng_state: dict[str, Any] | None = None
         self._ranks_agree = True  # whether all ranks have the same hooks
         self._has_warned_of_save = False
-        # False: the next save point asks whether a checkpoint can be written
-        self._has_checked_writable = True
+        self._has_checked_iteration = True  # False: the next save point checks the first iteration
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({say_done(self.done, self.max_iter or None)}, {self.status})"
@@ -190,10 +189,11 @@ class TrainerBase:
 
         After it nobody can read the batch and the losses of the iteration.
         """
+        if not self._has_checked_iteration:
+            self._check_first_iteration()
+            self._has_checked_iteration = True
         self._inner.end_step()
         self._inside = ""
-        if not self._has_checked_writable:
-            self._check_writable()
         if self._saves:
             self._write_saves()
 
@@ -240,8 +240,8 @@ class TrainerBase:
             except OSError as error:  # a full disk, or a CheckpointError
                 logger.error("The checkpoint %r is not saved, training continues: %s", name, error)
 
-    def _check_writable(self) -> None:
-        """Can a checkpoint hold the state of this rank? Asked after the first iteration of a run.
+    def _check_first_iteration(self) -> None:
+        """Checks after the first iteration: can a checkpoint hold the state of this rank?
 
         Nothing is written.
         Nothing is exchanged either, since DDP may still have to raise an error, see
@@ -250,7 +250,6 @@ class TrainerBase:
         Raises:
             TypeError: it cannot.
         """
-        self._has_checked_writable = True
         for checkpointer in checkpointers_of(self):
             if isinstance(checkpointer, Checkpointer):
                 error = checkpointer.describe_unwritable()
@@ -355,8 +354,12 @@ class TrainerBase:
         Raises:
             FloatingPointError: on some rank the model, or the loss of an earlier step, is not
                 finite.
+            ConfigError: a module among the attributes differs between ranks.
         """
         self.storage.flush()
+        if self._ranks_agree:
+            for attributes in self._attributes_of_all():
+                attributes.compare_ranks()
         # a subclass with its own `run_step` may not have set it
         self._inner.iter = self.iter
         self._inner.before_check(self._ranks_agree)
@@ -411,7 +414,7 @@ class TrainerBase:
         self.failure = None
         self._inside = ""
         self._saves = {}
-        self._has_checked_writable = False
+        self._has_checked_iteration = False
         self._stops.reset(self.stop_check_period)
 
     def _move_to(self, start_iter: int) -> None:

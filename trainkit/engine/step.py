@@ -224,7 +224,6 @@ class SimpleTrainer(TrainerBase):
             )
         self._batch = self._losses = None  # release them before the next batch is made
         self._data_sec = 0.0
-        self.feed.drawn = 0
         losses = self.compute_gradients()
         self._losses = losses
         self.before_update()
@@ -386,6 +385,11 @@ class SimpleTrainer(TrainerBase):
     # ------------------------------------------------------------------ runs and state
 
     @property
+    def made_no_step(self) -> bool:
+        """Whether this trainer has computed no losses, since another ``run_step`` takes its place."""
+        return self._is_first_step
+
+    @property
     def iters_per_epoch(self) -> int:
         """`epoch_length`, rounded."""
         return round_length(self.epoch_length)
@@ -476,6 +480,7 @@ class SimpleTrainer(TrainerBase):
 
     def end_step(self) -> None:
         self._batch = self._losses = None
+        self.feed.drawn = 0
 
     def before_check(self, ranks_agree: bool) -> None:
         self._watch_untrained()  # a hook may have added parameters
@@ -488,10 +493,12 @@ class SimpleTrainer(TrainerBase):
         names = non_finite_names(self.model, except_for=self._never_finite)
         if not names:
             return None
+        found = f"{', '.join(names[:5])} ({len(names)} in all)"
+        if self.made_no_step:
+            return f"the model is not finite after iteration {self.iter}: {found}"
         return (
-            f"the model is not finite in iteration {self.iter}, though its losses were: "
-            f"{', '.join(names[:5])} ({len(names)} in all). A gradient of this or an earlier "
-            "iteration was not finite"
+            f"the model is not finite in iteration {self.iter}, though its losses were: {found}. "
+            "A gradient of this or an earlier iteration was not finite"
         )
 
     def describe_inexact(self) -> list[str]:

@@ -51,7 +51,9 @@ def test_the_file_gives_what_the_model_gives_for_batches_of_any_size(run, tmp_pa
     images = torch.rand(7, 1, 8, 8)
     if suffix == "onnx":
         session = runtime.InferenceSession(path)
-        assert [entry.name for entry in session.get_inputs()] == ["image"]
+        (image,) = session.get_inputs()
+        assert image.name == "image"
+        assert image.shape == ["batch", 1, 8, 8]
         assert [*tmp_path.iterdir()] == [path]  # weights included
         (given,) = map(torch.from_numpy, session.run(None, {"image": images.numpy()}))
     else:

@@ -154,16 +154,17 @@ def test_the_writers_are_there_by_name_and_a_missing_package_is_an_error(tmp_pat
 
 
 @needs_wandb
-def test_the_trainer_of_the_page_shows_its_settings_and_texts_of_a_hook(tmp_path):
+@pytest.mark.parametrize("at_start", [False, True])  # True: two rows for iteration 0
+def test_the_trainer_of_the_page_shows_its_settings_and_texts_of_a_hook(tmp_path, at_start):
     names = run(OF_PAGE, "loggers/README.md")
-    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 60, "SOLVER.BASE_LR", 0.25, "LOG.PERIOD", 20)
+    cfg = tiny_cfg(tmp_path, "SOLVER.MAX_ITER", 110, "SOLVER.BASE_LR", 0.25, "LOG.PERIOD", 1)
+    cfg.merge_from_list(["TEST.EVAL_PERIOD", 0, "TEST.EVAL_AT_START", at_start])
     trainer = names["Trainer"](cfg)
     trainer.register_hooks([names["ShowText"]()])
     trainer.train()
     [found] = read_runs(tmp_path)
     assert "0.25" in repr(found["config"]["SOLVER"])
-    [text] = [row for row in found["rows"] if row.get("sample/_type") == "html-file"]
-    assert text["iteration"] == 49
-    # at the end of a log period, and after each evaluation
+    texts = [row for row in found["rows"] if row.get("sample/_type") == "html-file"]
+    assert [row["iteration"] for row in texts] == [49, 99]
     losses = [row["iteration"] for row in found["rows"] if "total_loss" in row]
-    assert losses == [*range(4, 60, 5)]
+    assert losses == [*range(110)]

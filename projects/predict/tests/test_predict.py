@@ -308,6 +308,25 @@ if __name__ == "__main__":
 """
 
 
+def test_a_script_may_register_what_the_config_names(tmp_path, call, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr(MODEL_REGISTRY, "_objects", {**MODEL_REGISTRY._objects})
+    script = tmp_path / "registers.py"
+    build = SCRIPT.partition("    def build_model(cls, cfg):\n")[2].partition("    @classmethod")[0]
+    function = "@MODEL_REGISTRY.register()\ndef Mine(cfg):\n" + build.replace("        ", "    ")
+    imports = "import torch\nfrom torch import nn\nfrom trainkit.modeling import MODEL_REGISTRY\n"
+    script.write_text(f"{imports}\n\n{function}")
+    cfg = tiny_cfg("elsewhere", "MODEL.NAME", "Mine", "IMPORTS", [], "INPUT.TEST_TRANSFORM", "")
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    model = nn.Linear(4, 2)
+    Checkpointer(model, tmp_path).save("model_final")
+    expected = nn.functional.softmax(model(torch.ones(4)), dim=0)
+    (tmp_path / "x.jsonl").write_text('{"x": [1.0, 1.0, 1.0, 1.0]}\n')
+    [row] = call(tmp_path, "--input", tmp_path / "x.jsonl", "--top-k", 2, "--script", script)[0]
+    found = {entry["index"]: entry["prob"] for entry in row["prediction"]}
+    assert [found[0], found[1]] == pytest.approx(expected.tolist(), abs=1e-6)
+
+
 def test_the_model_of_a_script_that_no_registry_knows_predicts_also_for_its_own_loader(
     tmp_path, call, monkeypatch
 ):

@@ -54,6 +54,9 @@ def test_a_prediction_is_what_evaluation_gets_for_the_same_sample(trained, tmp_p
     torch.testing.assert_close(predictor(samples[3]), keep.outputs[3])
     assert not predictor(samples[3]).requires_grad
     assert predictor([]) == []
+    first = next(iter(DefaultTrainer.build_test_loader(cfg, "tiny_test")))  # its own collate
+    of_batch = predictor.predict_batch(first, 3)
+    torch.testing.assert_close(torch.stack(of_batch), torch.stack(keep.outputs[:3]))
 
 
 def test_a_predictor_without_weights_is_an_error(tmp_path):

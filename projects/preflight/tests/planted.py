@@ -219,8 +219,8 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_optimizer(cls, cfg, model):
-        if cfg.MODEL.PLANT == "interrupt" and cfg.OUTPUT_DIR.endswith("/1"):  # while it is checked
-            signal.raise_signal(signal.SIGINT)
+        if "SIG" in cfg.MODEL.PLANT and cfg.OUTPUT_DIR.endswith("/1"):  # while it is checked
+            signal.raise_signal(signal.Signals[cfg.MODEL.PLANT])
         optimizer = super().build_optimizer(cfg, model)
         if cfg.MODEL.PLANT == "early optimizer":
             model.head = nn.Linear(model.body.out_features, CLASSES)

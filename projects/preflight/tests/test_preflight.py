@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,13 +88,16 @@ def test_a_sound_job_is_sound_and_nothing_is_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_check_ends_at_once_and_leaves_nothing(tmp_path):
-    command = [sys.executable, JOB, "--preflight", "MODEL.PLANT", "interrupt", "OUTPUT_DIR", "out"]
+@pytest.mark.parametrize(
+    ("plant", "code", "printed"), [("SIGINT", 130, "interrupted\n"), ("SIGTERM", 143, "")]
+)
+def test_an_interrupted_check_ends_at_once_and_leaves_nothing(tmp_path, plant, code, printed):
+    command = [sys.executable, JOB, "--preflight", "MODEL.PLANT", plant, "OUTPUT_DIR", "out"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 130
+    assert done.returncode == code
     assert done.stdout == ""
-    assert done.stderr == "interrupted\n"
+    assert done.stderr == printed
     assert [*tmp_path.glob("preflight-*"), *tmp_path.glob("out")] == []
 
 
@@ -194,6 +198,7 @@ def test_a_planted_mistake_is_named(tmp_path, monkeypatch, plant, names, options
     assert code == (3 if names else 0), text
     assert {*names.split()} <= problems, text
     assert ("reproducible" in verdicts) == ("--preflight" in options)
+    assert ([*verdicts] == ["runs"]) == (names == "runs")
 
 
 @pytest.mark.parametrize(
@@ -322,6 +327,81 @@ def test_a_class_is_missing_only_if_so_many_samples_of_it_were_to_be_expected():
     assert missing(here, there, is_whole=True) == [2]
     assert missing(here, there, is_whole=False) == []  # two of 100 were to be expected
     assert missing(here, Counter({0: 600, 1: 400}), is_whole=False) == [2]
+
+
+@pytest.fixture
+def checked(tmp_path):
+    """Makes a job in this process, after its first steps."""
+
+    def make(*options):
+        cfg = tiny_cfg(tmp_path / "output", *options)
+        made = job.Job(DefaultTrainer(cfg), cfg, "none")
+        made.make_steps()
+        return made
+
+    return make
+
+
+def verdicts_of(findings):
+    return {finding.name: finding.verdict for finding in findings}
+
+
+def test_a_first_loss_after_weights_and_labels_of_small_batches_are_not_asked(checked, tmp_path):
+    other = DefaultTrainer(tiny_cfg(tmp_path / "other"))
+    other.checkpointer.save("known")
+    known = str(tmp_path / "other/known.pth")
+    for options, first_loss, has_few in [
+        ([], "sound", False),
+        (["MODEL.WEIGHTS", known], "not asked", False),
+        (["SOLVER.IMS_PER_BATCH", 7], "sound", True),  # of two classes
+    ]:
+        one = checked(*options)
+        assert verdicts_of(one.ask(checks.learns))["first_loss"] == first_loss
+        [labels] = one.ask(checks.labels)
+        assert (labels.text == "a batch has few samples of each class") == has_few
+
+
+@pytest.mark.parametrize(
+    ("step_sec", "batch_sec", "verdict", "advice"),
+    [
+        (0.03, 0.029, "sound", ""),
+        (0.03, 0.031, LOOK, "2 workers would suffice"),
+        (0.001, 0.019, "sound", ""),
+        (0.001, 0.021, LOOK, "21 workers would suffice"),
+    ],
+)
+def test_a_loader_is_slow_if_a_batch_takes_longer_than_a_step_and_than_20_ms(
+    checked, monkeypatch, step_sec, batch_sec, verdict, advice
+):
+    one = checked()
+    one.sec = {"forward": step_sec / 4, "backward": 3 * step_sec / 4}
+    monkeypatch.setattr(checks, "timeit", lambda call, number: number * batch_sec)
+    [finding] = [found for found in one.ask(checks.host_reads) if found.name == "loader"]
+    assert (finding.verdict, finding.advice) == (verdict, advice)
+
+
+def test_more_than_90_percent_of_the_memory_is_a_finding(checked, monkeypatch):
+    one = checked()
+    all_kib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**10
+    found = []
+    for share in (0.89, 0.91):
+        usage = SimpleNamespace(ru_maxrss=int(share * all_kib))
+        monkeypatch.setattr(checks.resource, "getrusage", lambda who, usage=usage: usage)
+        found.append(verdicts_of(one.ask(checks.disk))["memory"])
+    assert found == ["sound", LOOK]
+
+
+def test_a_node_that_is_passed_on_as_a_whole_is_read(tmp_path, monkeypatch):
+    cfg = tiny_cfg(tmp_path, "MODEL.MINE", {"WIDTH": 3, "DEPTH": 2})
+    one = job.Job(DefaultTrainer(cfg), cfg, "none")
+    for reads, verdict in [
+        ([], "wrong"),
+        (["MODEL.MINE"], "sound"),
+        (["MODEL.MINE", "MODEL.MINE.WIDTH"], "wrong"),
+        (["MODEL.MINE", "MODEL.MINE.WIDTH", "MODEL.MINE.DEPTH"], "sound"),
+    ]:
+        monkeypatch.setattr(checks, "reads", dict.fromkeys(reads))
+        assert checks.settings(one).verdict == verdict
 
 
 @pytest.mark.slow

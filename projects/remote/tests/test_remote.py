@@ -286,6 +286,17 @@ def test_a_store_that_cannot_be_reached_is_not_another_run(on, monkeypatch, whol
     assert same(start(resume=True), whole)
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_store_that_cannot_be_read_at_the_start_is_an_error(on, monkeypatch, resume):
+    def fail(self, path, *arguments, **kwargs):
+        raise PermissionError("not today")
+
+    on("a")
+    monkeypatch.setattr(MemoryFileSystem, "get_file", fail)
+    with pytest.raises(CheckpointError, match=f"'{ADDRESS}' .*: not today"):
+        start(resume=resume)
+
+
 def test_a_run_that_another_one_has_replaced_uploads_nothing_more(on):
     def replace(trainer):
         if trainer.iter == 0:

@@ -13,7 +13,8 @@ from tests.engine.job import TinyClassifier
 from trainkit.checkpoint import CheckpointError
 from trainkit.checkpoint.file import read_file
 from trainkit.config import ConfigError
-from trainkit.data import DatasetCatalog
+from trainkit.data import CombinedLoader, DatasetCatalog, build_train_loader
+from trainkit.engine import DefaultTrainer
 from trainkit.modeling import MODEL_REGISTRY
 
 pytestmark = pytest.mark.slow  # runs that fail, and their replays
@@ -178,6 +179,39 @@ def test_a_step_of_several_batches_is_repeated_from_the_checkpoint_and_the_sampl
         r"the loss is not finite with scan_017.png \(1 of \d+ samples, each alone\)",
         found.samples_at_fault,
     )
+
+
+@MODEL_REGISTRY.register()
+class OfTwoLoaders(TinyClassifier):
+    def forward(self, batch):
+        first = super().forward(batch["first"])["loss_cls"]
+        second = super().forward(batch["second"])["loss_cls"]
+        return {"loss_first": first, "loss_second": second}
+
+
+class Combining(DefaultTrainer):
+    """Batches of four samples, of which one of 40 is bad, and of two good ones."""
+
+    @classmethod
+    def build_train_loader(cls, cfg):
+        scans = DatasetCatalog.get("tiny_scans")
+        good = [scans[index] for index in range(16)]
+        loaders = {
+            "first": build_train_loader(cfg, dataset=scans, total_batch_size=4),
+            "second": build_train_loader(cfg, dataset=good, total_batch_size=2),
+        }
+        return CombinedLoader(loaders, mode="each")
+
+
+def test_of_a_combined_loader_the_samples_of_the_first_one_are_tried(tmp_path):
+    options = ("MODEL.NAME", "OfTwoLoaders", "INPUT.TRAIN_TRANSFORM", "", "DATASETS.TEST", ())
+    job, file, _ = failed(Job(tmp_path, *options, base=Combining))
+    found = replay(file, start=job, bisect=True, verdict=False)
+    assert re.fullmatch(
+        r"the loss is not finite with sample \d of the batch \(1 of 4 samples, each alone\)",
+        found.samples_at_fault,
+    )
+    assert found.failure.startswith("it has come back")
 
 
 def test_a_failure_before_the_batch_in_the_update_or_after_it_leaves_no_step(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 import itertools
 import math
+import shutil
 from types import SimpleNamespace
 
 import fvcore.common.checkpoint
@@ -140,6 +141,25 @@ def test_a_periodic_save_that_fails_is_logged_and_the_run_goes_on_and_one_that_f
     with pytest.raises(RuntimeError):
         Steps([PeriodicCheckpointer(recorder, 2)], step=fail_at(3)).train(0, 4)
     assert recorder.saved == [("model_0000001", 1)]
+
+
+def test_a_run_whose_folder_is_deleted_names_each_save_that_fails_and_fails_at_its_end(
+    tmp_path, caplog
+):
+    folder = tmp_path / "run"
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder)
+    delete = CallbackHook(after_step=lambda trainer: trainer.iter == 2 and shutil.rmtree(folder))
+    trainer = Steps([PeriodicCheckpointer(checkpointer, 2), delete])
+    with pytest.raises(CheckpointError, match="model_final.pth"):
+        trainer.train(0, 7)
+    assert trainer.status == "failed"
+    not_saved = [text for text in caplog.messages if "training continues" in text]
+    assert [text.split("'")[1] for text in not_saved] == [
+        "model_0000003",
+        "model_0000005",
+        "model_final",
+    ]
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

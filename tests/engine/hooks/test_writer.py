@@ -4,6 +4,7 @@ import threading
 import pytest
 import torch
 
+from tests.engine.job import tiny_cfg
 from tests.engine.tiny import (
     AfterStep,
     Regression,
@@ -14,6 +15,7 @@ from tests.engine.tiny import (
     stop_at,
     through_a_file,
 )
+from trainkit.engine import DefaultTrainer
 from trainkit.engine.hooks import CallbackHook, EvalHook, PeriodicWriter
 from trainkit.engine.step import SimpleTrainer
 from trainkit.utils import comm
@@ -146,6 +148,24 @@ def test_nothing_is_cut_off_before_training_begins_nor_by_a_run_from_the_beginni
     assert second.state_dict()["hooks"] == state["hooks"]
     second.train(0, 1)
     assert path.read_text().startswith(doubled)
+
+
+def test_lines_after_a_save_in_before_train_are_there_twice_after_a_kill(tmp_path):
+    def make():
+        trainer = DefaultTrainer(tiny_cfg(tmp_path, "SOLVER.CHECKPOINT_PERIOD", 100))
+        trainer.register_hooks([CallbackHook(before_train=lambda t: t.request_save("model_first"))])
+        return trainer
+
+    killed = make()
+    killed.register_hooks([AfterStep(lambda trainer: trainer.iter == 4 and 1 / 0)])
+    with pytest.raises(ZeroDivisionError):
+        killed.train()
+    resumed = make()
+    resumed.resume_or_load()
+    resumed.train()
+    iterations = [row["iteration"] for row in rows(tmp_path / "metrics.json")]
+    assert resumed.start_iter == 0
+    assert iterations[:4] == [1, 3, 4, 1]
 
 
 class Named(EventWriter):

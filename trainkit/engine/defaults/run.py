@@ -1,6 +1,8 @@
 """A training script in one call, and evaluation without training (``--eval-only``)."""
 
 import argparse
+import logging
+import os
 import weakref
 from typing import Any
 
@@ -29,6 +31,8 @@ from trainkit.modeling.build import on_device
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 
+logger = logging.getLogger(__name__)
+
 
 def run(
     args: argparse.Namespace, trainer_class: type[DefaultTrainer], cfg: CfgNode | None = None
@@ -55,7 +59,7 @@ def run(
         cfg.freeze()
         default_setup(cfg, args)
         if args.eval_only:
-            return EvaluationRun(cfg, trainer_class).run()
+            return EvaluationRun(cfg, trainer_class).run(resume=args.resume)
         trainer = trainer_class(cfg)
         trainer.resume_or_load(resume=args.resume)
         return trainer.train()
@@ -74,7 +78,7 @@ def _check_launched(args: argparse.Namespace) -> None:
 
 
 class EvaluationRun(TrainerBase):
-    """Load MODEL.WEIGHTS, or else the last checkpoint of the run, and evaluate it on DATASETS.TEST.
+    """Evaluate MODEL.WEIGHTS, or else the last checkpoint of the run, on DATASETS.TEST.
 
     It needs no training data and builds no optimizer. Hooks of HOOKS that use evaluation points or
     loading run too; hooks that a trainer class builds or registers do not. ``build_model`` and
@@ -106,8 +110,12 @@ class EvaluationRun(TrainerBase):
         """Whether ``model`` has the weights to evaluate after loading, not a hook."""
         return not any(overrides(hook, "evaluated_models") for hook in self.hooks)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, *, resume: bool = False) -> dict[str, Any]:
         """Evaluate; return the results on rank 0.
+
+        Args:
+            resume: whether the last checkpoint of the run, if there is one, comes before
+                MODEL.WEIGHTS.
 
         Raises:
             ConfigError: there is nothing to evaluate.
@@ -118,12 +126,10 @@ class EvaluationRun(TrainerBase):
                 "DATASETS.TEST is empty, so there is nothing to evaluate; name datasets there, "
                 'such as those of DATASETS.VAL: DATASETS.TEST "[my_val]"'
             )
-        if self.cfg.MODEL.WEIGHTS:
-            # the hooks may need their states
-            checkpointables = ["trainer"] if self.hooks else []
-            self.checkpointer.load(self.cfg.MODEL.WEIGHTS, checkpointables)
-            self.checkpointer.check_complete()
-        elif self.checkpointer.has_checkpoint():
+        has_run = self.checkpointer.has_checkpoint()
+        if self.cfg.MODEL.WEIGHTS and not (resume and has_run):
+            self._load_weights(self.cfg.MODEL.WEIGHTS, has_run)
+        elif has_run:
             self.checkpointer.resume_or_load(None, resume=True)
         else:
             raise ConfigError(
@@ -136,6 +142,20 @@ class EvaluationRun(TrainerBase):
         if comm.is_main_process() and self.cfg.TEST.EXPECTED_RESULTS:
             verify_results(self.cfg, results)
         return results
+
+    def _load_weights(self, path: str, has_run: bool) -> None:
+        """Load MODEL.WEIGHTS; warn if that are not weights of the run in OUTPUT_DIR."""
+        folder = self.checkpointer.save_dir
+        if has_run and os.path.dirname(os.path.abspath(path)) != os.path.abspath(folder):
+            logger.warning(
+                "MODEL.WEIGHTS is evaluated: '%s', not the run in '%s'; add --resume for the last "
+                "checkpoint of the run",
+                path,
+                folder,
+            )
+        # the hooks may need their states
+        self.checkpointer.load(path, ["trainer"] if self.hooks else [])
+        self.checkpointer.check_complete()
 
 
 def _is_for_evaluation(hook: HookBase) -> bool:

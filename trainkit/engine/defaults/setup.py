@@ -69,7 +69,10 @@ Examples:
         "--config-file", default="", metavar="FILE", help="a YAML file with changes to the defaults"
     )
     add_flag("--resume", help="resume from the last checkpoint in OUTPUT_DIR, if any")
-    add_flag("--eval-only", help="evaluate MODEL.WEIGHTS, or the last checkpoint")
+    add_flag(
+        "--eval-only",
+        help="evaluate MODEL.WEIGHTS; if empty, or with --resume, the last checkpoint",
+    )
     add_flag("--print-config", help="print the settings of the job as YAML, and stop")
     add_flag("--quiet", help="show only warnings and errors; log.txt has all lines")
     add(

@@ -362,6 +362,37 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         trainer.storage = self.storage
         trainer.run_step()
 
+    def _check_first_iteration(self) -> None:
+        super()._check_first_iteration()
+        has_own_step = type(self).run_step is not DefaultTrainer.run_step
+        if has_own_step and self._step_trainer.made_no_step:
+            self._warn_of_own_step()
+
+    def _warn_of_own_step(self) -> None:
+        """Warn of settings that a ``run_step`` which replaces the whole step may not obey."""
+        step, solver = f"{type(self).__name__}.run_step", self.cfg.SOLVER
+        ignored = []
+        if solver.AMP.ENABLED:
+            ignored.append("SOLVER.AMP.ENABLED")
+        if solver.NON_FINITE.POLICY != "raise":
+            ignored.append("SOLVER.NON_FINITE.POLICY")
+        if ignored:
+            logger.warning(
+                "%s replaces the step that obeys %s; they have an effect only if it reads them",
+                step,
+                " and ".join(ignored),
+            )
+        drawn = self._trainer.feed.drawn
+        if drawn not in (0, solver.ACCUMULATION_STEPS):
+            logger.warning(
+                "%s has drawn %d batches, and SOLVER.ACCUMULATION_STEPS is %d: set it to %d, or "
+                "epochs are counted wrongly",
+                step,
+                drawn,
+                solver.ACCUMULATION_STEPS,
+                drawn,
+            )
+
     def saved_objects(self) -> Sequence[Any]:
         return [*super().saved_objects(), *self._trainer.saved_objects()]
 
