@@ -258,6 +258,15 @@ def test_an_entry_and_a_file_of_any_content_are_compared_and_not_shown(run_folde
             assert resumed(run_folder) == 29
 
 
+def test_a_link_to_a_file_elsewhere_is_neither_read_nor_written(run_folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "run_id"
+    elsewhere.write_text("another run")
+    (run_folder / "run_id").unlink()
+    (run_folder / "run_id").symlink_to(elsewhere)
+    assert resumed(run_folder) == 29
+    assert elsewhere.read_text() == "another run"
+
+
 def start(folder, resume, max_iter=4):
     lengths = ("SOLVER.CHECKPOINT_PERIOD", 2, "SOLVER.MAX_ITER", max_iter)
     cfg = tiny_cfg(folder, *lengths, "LOG.WRITERS", [])

@@ -42,24 +42,21 @@ def test_a_finished_run_that_is_resumed_says_so_and_does_nothing(tmp_path, caplo
     assert torch.load(tmp_path / "model_final.pth")["iteration"] == 9
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_a_file_of_other_contents_is_ignored_and_the_run_evaluates_again(tmp_path):
+    results = DefaultTrainer(tiny_cfg(tmp_path)).train()
+    for content in (
         "no JSON",
         "[1]",
         '{"iterations": 10}',
         '{"iterations": 10, "max_iter": "ten", "results": {}}',
         '{"iterations": 10, "max_iter": 10, "results": 3}',
         '{"iterations": 9, "max_iter": 10, "results": {}}',
-    ],
-)
-def test_a_file_of_other_contents_is_ignored_and_the_run_evaluates_again(tmp_path, content):
-    results = DefaultTrainer(tiny_cfg(tmp_path)).train()
-    (tmp_path / "finished").write_text(content)
-    trainer = resumed(tmp_path)
-    assert trainer.status == "not started"
-    assert trainer.train() == results
-    assert trainer.status == "finished"
+    ):
+        (tmp_path / "finished").write_text(content)
+        trainer = resumed(tmp_path)
+        assert trainer.status == "not started", content
+        assert trainer.train() == results, content
+        assert trainer.status == "finished"
 
 
 def test_a_larger_max_iter_trains_on(tmp_path, caplog):
