@@ -277,11 +277,6 @@ def test_a_new_run_moves_the_files_of_older_ones_aside(tmp_path):
     assert (tmp_path / "previous_1/metrics.json").read_text() == "first"
     assert (tmp_path / "previous_2/metrics.json").read_text() == "second"
     assert {*RUN_FILES, "model_final.shards-0a1b2c3d"} <= {*names_in(tmp_path / "previous_2")}
-    default_setup(cfg_for(tmp_path), RESUME)
-    log = (tmp_path / "log.txt").read_text()
-    [text] = [line for line in log.splitlines() if "There is no checkpoint" in line]
-    assert f" in {tmp_path} " in text
-    assert f"but in {tmp_path / 'previous_2'}" in text
 
 
 class Killed(BaseException):

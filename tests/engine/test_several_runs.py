@@ -433,3 +433,23 @@ def test_files_that_default_setup_has_moved_already_are_not_moved_twice(tmp_path
         DefaultTrainer(cfg).train()
     assert [path.name for path in tmp_path.glob("previous_*")] == ["previous_1"]
     assert (tmp_path / "previous_1/log.txt").exists()
+
+
+def test_a_resume_after_a_setup_that_has_moved_the_run_names_its_folder(tmp_path):
+    """As in a notebook that is started again: default_setup(cfg, None) starts a new run."""
+    cfg = tiny_cfg(tmp_path)
+    for _ in range(2):
+        default_setup(cfg, None)
+        DefaultTrainer(cfg).train()
+    default_setup(cfg, None)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=True)
+    assert trainer.start_iter == 0
+    log = " ".join((tmp_path / "log.txt").read_text().split())
+    assert f"There is a checkpoint in '{tmp_path / 'previous_2'}'" in log
+
+    cfg.OUTPUT_DIR = str(tmp_path / "previous_2")
+    default_setup(cfg, Namespace(resume=True))
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=True)
+    assert trainer.start_iter == 10

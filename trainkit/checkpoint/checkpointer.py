@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import fvcore.common.checkpoint
@@ -365,11 +366,15 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
                 self.resumed_from = os.path.basename(last)
                 self._run_id = run_id_of(state)
                 return self._load_state(state, last, [*self.checkpointables], strict=True)
-            _logger.info(
-                "No checkpoint to resume from in '%s'%s",
-                self.save_dir,
-                f"; starting from '{path}'" if path else "",
-            )
+            start = f"; starting from '{path}'" if path else ""
+            _logger.info("No checkpoint to resume from in '%s'%s", self.save_dir, start)
+            older = [*Path(self.save_dir or os.devnull).glob("previous_*/last_checkpoint")]
+            if older:
+                _logger.warning(
+                    "There is a checkpoint in '%s', to which a start without resume has moved it; "
+                    "to go on from it, use this folder as OUTPUT_DIR",
+                    max(older, key=os.path.getmtime).parent,
+                )
         else:
             self._run_id = new_run_id()
         if not path:

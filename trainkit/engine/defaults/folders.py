@@ -209,13 +209,6 @@ def prepare_folders(cfg: CfgNode, config: str, *, resume: bool, eval_only: bool)
         notes += _note_of(folder, aside)
         _last_trainers.pop(os.path.realpath(folder), None)
     write_text(config, Path(cfg.OUTPUT_DIR, "config.yaml"))
-    if resume and is_new:
-        older = sorted(Path(checkpoints).glob("previous_*/last_checkpoint"))
-        if older:
-            notes.append(
-                f"There is no checkpoint in {checkpoints} to resume, but in {older[-1].parent}: is "
-                "it OUTPUT_DIR?"
-            )
     return notes
 
 
