@@ -104,7 +104,8 @@ class LazyConfig:
         text, lost = _dump(cfg)
         Path(filename).write_text(text, encoding="utf-8")
         if lost:
-            _warn_of_names(lost)
+            names = ", ".join(lost)
+            _logger.warning("The saved config has only the names of these values: %s", names)
             _save_pickle(cfg, f"{os.fspath(filename)}.pkl")
 
     @staticmethod
@@ -168,8 +169,8 @@ def instantiate(cfg: Any) -> Any:
         raise ConfigError(f"{call} failed: {type(error).__name__}: {error}") from error
 
 
-def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
-    """The settings in ``cfg.train`` that `default_setup` reads, and the text that `LazyConfig.save` writes.
+def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str, list[str]]:
+    """What `default_setup` reads: the settings in ``cfg.train``, the text that `LazyConfig.save` writes, what it loses.
 
     ``cfg`` is changed: ``train.output_dir`` becomes absolute, and a ``train.device`` of "auto" the device that is used;
     with ``--num-gpus 0`` this is the CPU. Raises ConfigError: there is no ``train.output_dir``, or it is an address.
@@ -184,7 +185,7 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
         raise ConfigError(
             f"train.output_dir is {train.output_dir!r}; only a config of get_cfg accepts an address"
         )
-    text, _ = _dump(cfg)  # after the log is set up, `setup` warns of what is lost
+    text, lost = _dump(cfg)
     train.output_dir = os.path.abspath(os.path.expanduser(train.output_dir))
     if train.get("device") == "auto":
         train.device = str(resolve_device("auto"))
@@ -196,20 +197,13 @@ def to_cfg(cfg: Any, args: Any) -> tuple[CfgNode, str]:
     if train.get("seed") is not None:
         settings.SEED = train.seed
     settings.NUM_THREADS = train.get("num_threads") or 0
-    return settings, text
+    return settings, text, lost
 
 
 def reload_lazy_config(cfg: Any) -> Any:
     """The config that ``LazyConfig.load`` gives after a ``LazyConfig.save``, for tests."""
     text, _ = _dump(cfg)
     return to_node(load_yaml(text, "the saved config"))
-
-
-def warn_of_lost(cfg: Any) -> None:
-    """Warn of the values of which the saved config has only the names."""
-    _, lost = _dump(cfg)
-    if lost:
-        _warn_of_names(lost)
 
 
 def _dump(cfg: Any) -> tuple[str, list[str]]:
@@ -228,10 +222,6 @@ def _dump(cfg: Any) -> tuple[str, list[str]]:
     Names.add_representer(None, Names.represent_undefined)
     text: str = yaml.dump(with_paths(to_plain(cfg)), Dumper=Names, sort_keys=False)
     return text, lost
-
-
-def _warn_of_names(lost: Sequence[str]) -> None:
-    _logger.warning("The saved config has only the names of these values: %s", ", ".join(lost))
 
 
 def _save_pickle(cfg: Any, path: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from trainkit.projects.lazy.config import LazyConfig, instantiate, warn_of_lost
+from trainkit.projects.lazy.config import LazyConfig, instantiate
 
 from trainkit.checkpoint import Checkpointer
 from trainkit.config import ConfigError
@@ -142,8 +142,6 @@ def setup(args: argparse.Namespace, config_file: str | Path = "") -> Any:
         output_dir = str(Path(cfg.train.output_dir) / "fast_dev_run")
         cfg = LazyConfig.apply_overrides(cfg, [*FAST_DEV_RUN, f"train.output_dir={output_dir!r}"])
     default_setup(cfg, args)
-    warn_of_lost(cfg)
-    logger.info("Config:\n%s", LazyConfig.to_py(cfg))
     return cfg
 
 

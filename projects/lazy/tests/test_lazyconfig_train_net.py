@@ -322,6 +322,22 @@ def test_default_setup_seeds_makes_the_folder_and_moves_an_earlier_run_aside(tmp
         setup(OmegaConf.create({"model": {}}))
 
 
+def test_default_setup_logs_the_config_and_what_its_file_has_lost(tmp_path):
+    """As a script of detectron2 calls it."""
+    model = LazyCall(nn.Linear)(in_features=3, out_features=1)
+    train = {"output_dir": str(tmp_path)}
+    for schedule, is_lost in ((nn.Identity, False), (lambda name: 0.5, True)):
+        cfg = LazyConfig.apply_overrides(OmegaConf.create({"train": train, "model": model}), [])
+        cfg._set_flag("allow_objects", True)
+        cfg.schedule = schedule
+        default_setup(cfg, Namespace(resume=False))
+        close_logger()
+        log = (tmp_path / "log.txt").read_text()
+        assert "in_features: 3" in log
+        assert ("config.yaml has only the names of these values" in log) == is_lost
+        assert ("test_lazyconfig_train_net" in log and "<lambda>" in log) == is_lost
+
+
 def test_a_project_trains_with_a_trainer_that_it_has_built_itself(tmp_path):
     config = tmp_path / "config.py"
     config.write_text(OF_DETECTRON2)

@@ -137,17 +137,19 @@ def default_setup(cfg: Any, args: Any) -> None:
     """
     given = cfg
     text = ""
+    lost: list[str] = []
     if not isinstance(cfg, CfgNode):
         readers = find_plugins().config_types
         if type_name(cfg) not in readers:
             check_values(cfg)  # refuses it
         read_config = load(readers[type_name(cfg)])
-        cfg, text = read_config(cfg, args)
+        cfg, text, lost = read_config(cfg, args)
     resume = getattr(args, "resume", False) or is_restarted()
     eval_only = getattr(args, "eval_only", False)
     when_ready = apply_options(given, args)
     if getattr(args, "num_gpus", None) == 0:
         cfg.MODEL["DEVICE"] = "cpu"  # by item, since the config may be frozen
+    is_own = not text  # else a project has read it
     text = text or cfg.dump()
     import_modules(cfg.IMPORTS)
     check_values(cfg)
@@ -161,7 +163,13 @@ def default_setup(cfg: Any, args: Any) -> None:
     for call in when_ready:
         call()
     _set_up_log(cfg, eval_only=eval_only, is_quiet=getattr(args, "quiet", False))
-    _log_start(cfg, eval_only)
+    _log_start(eval_only)
+    logger.info("%s", _described_changes(cfg) if is_own else f"Configuration:\n{text.rstrip()}")
+    if lost:
+        logger.warning(
+            "config.yaml has only the names of these values, so it cannot be used as a config: %s",
+            ", ".join(lost),
+        )
     for note in notes:
         logger.info(note)
     seed = None
@@ -193,7 +201,7 @@ def _set_up_log(cfg: CfgNode, *, eval_only: bool, is_quiet: bool) -> None:
         )
 
 
-def _log_start(cfg: CfgNode, eval_only: bool) -> None:
+def _log_start(eval_only: bool) -> None:
     """Log what this process is, and what it shall do."""
     logger.info("Rank %d of %d", comm.get_rank(), comm.get_world_size())
     for reason in find_plugins().switched_off:
@@ -202,14 +210,16 @@ def _log_start(cfg: CfgNode, eval_only: bool) -> None:
     logger.info("Command: %s", " ".join(sys.argv))
     if is_restarted() and not eval_only:
         logger.info("The run was restarted; it resumes from its last checkpoint, if there is one")
-    changes = []
+
+
+def _described_changes(cfg: CfgNode) -> str:
+    lines = ["Configuration, as far as it differs from the defaults:"]
     for key, value in changed_settings(cfg, get_cfg()):
         line = break_line(f"{key}: {value!r}", LINE_WIDTH - 2)
-        changes.append(indent(line, "  "))
-    logger.info(
-        "Configuration, as far as it differs from the defaults:\n%s",
-        "\n".join(changes) or "  nowhere",
-    )
+        lines.append(indent(line, "  "))
+    if len(lines) == 1:
+        lines.append("  nowhere")
+    return "\n".join(lines)
 
 
 # sets back what the last default_setup of this process has switched on
