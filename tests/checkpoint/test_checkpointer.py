@@ -180,8 +180,12 @@ def test_absent_checkpointables_are_warned_about_and_only_those_asked_for_are_lo
     assert "holds no state for ['trainer']" in caplog.text
     assert a.value == 1
     caplog.set_level(logging.INFO)
-    assert Checkpointer(linear(0), a=a).load("") == {}
-    assert caplog.messages[-1].startswith("No checkpoint to load")
+    # a start without weights is usual; a model that is only loaded is to be used as it is
+    for folder, level in ((tmp_path / "new", logging.INFO), ("", logging.WARNING)):
+        assert Checkpointer(linear(0), folder, a=a).load("") == {}
+        record = caplog.records[-1]
+        assert record.getMessage().startswith("No checkpoint to load")
+        assert record.levelno == level
 
 
 def test_data_parallel_wrapper_is_removed_on_both_sides(tmp_path):

@@ -331,7 +331,9 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
                 not fit.
         """
         if not path:
-            _logger.info("No checkpoint to load; the model stays as it is")
+            # without a folder, this is no start of a run: the weights are to be used
+            level = logging.INFO if self.save_dir else logging.WARNING
+            _logger.log(level, "No checkpoint to load; the model stays as it is")
             if self.has_checkpoint():
                 _logger.warning(
                     "The model has the weights that it was built with, though there are "
