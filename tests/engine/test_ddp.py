@@ -1,6 +1,7 @@
 """DistributedDataParallel under the trainers, with each of its options: two ranks are one process that accumulates."""
 
 import collections
+import logging
 import os
 import re
 from functools import partial
@@ -322,6 +323,24 @@ def devices(rank, folder):
     return found
 
 
+def buffers(rank, folder):
+    """Whether an evaluation warns of the statistics of batch norm, with the hook and without."""
+    warned = {}
+    logger = logging.getLogger("trainkit.evaluation.evaluator")
+    for entries in ([{"NAME": "SyncBuffers"}], []):
+        records = []
+        handler = logging.Handler()
+        handler.emit = records.append
+        logger.addHandler(handler)
+        DefaultTrainer(
+            tiny_cfg(os.path.join(folder, f"buffers{len(entries)}"), "HOOKS", entries)
+        ).train()
+        logger.removeHandler(handler)
+        texts = [record.getMessage() for record in records]
+        warned[len(entries)] = sum("differ between ranks" in text for text in texts)
+    return warned
+
+
 UNEVEN = (
     uneven,
     uneven_accumulated,
@@ -330,7 +349,8 @@ UNEVEN = (
     uneven_later,
     uneven_allowed,
 )
-CHECKS = (settings, compression, from_config, new_groups, memory, devices, *UNEVEN)
+# buffers: the first, since a process warns once
+CHECKS = (buffers, settings, compression, from_config, new_groups, memory, devices, *UNEVEN)
 
 
 @pytest.fixture(scope="module", params=SLOW)
@@ -420,6 +440,10 @@ def test_a_trainer_with_its_own_step_and_checkpoints_ends_with_torchs_error_too(
 def test_ranks_that_use_different_layers_in_a_later_step_end_in_the_one_after_it(ranks):
     _, error = ranks["uneven_later"]
     assert error.startswith("RuntimeError: iteration 3: Expected to have finished reduction")
+
+
+def test_an_evaluation_warns_once_if_ranks_have_other_statistics_of_batch_norm(ranks):
+    assert ranks["buffers"] == [{1: 0, 0: 1}] * 2
 
 
 def test_all_groups_of_a_run_are_there_before_its_first_step(ranks):

@@ -1,5 +1,6 @@
 """The base class of evaluators, and the loop that runs a model over a dataset for them."""
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -176,13 +177,15 @@ def inference_on_dataset(
         callbacks.get("before_inference", _nothing)()
         observer.before_eval(phase, name)
         num_batches, is_stopping = _run_model(model, device, data_loader, evaluators, name)
-        by_rank = comm.all_gather((num_batches, is_stopping))
-        if any(stopping for _, stopping in by_rank):
+        by_rank = comm.all_gather((num_batches, is_stopping, _sum_of_buffers(model)))
+        if any(stopping for _, stopping, _ in by_rank):
             raise EvaluationAbandoned(
                 f"the evaluation of {name or 'a data set'} was abandoned: the run is to stop"
             )
         callbacks.get("after_inference", _nothing)()
-        if not any(num for num, _ in by_rank):  # the part of one rank may be empty
+        if len({total for _, _, total in by_rank}) > 1:
+            _warn_of_buffers(name)
+        if not any(num for num, _, _ in by_rank):  # the part of one rank may be empty
             raise ValueError(
                 f"the loader {type(data_loader).__name__} gave no batch; there is nothing to "
                 "evaluate"
@@ -209,6 +212,28 @@ def _as_one(evaluator: DatasetEvaluator | Sequence[DatasetEvaluator] | None) -> 
 
 
 def _nothing() -> None: ...
+
+
+def _sum_of_buffers(model: Any) -> str:
+    """The sum of all floats in the model's buffers, to compare it with other ranks; "" if alone."""
+    if comm.get_world_size() == 1 or not isinstance(model, nn.Module):
+        return ""
+    sums = [
+        buffer.double().sum()
+        for buffer in model.buffers()
+        if buffer.is_floating_point() and not hasattr(buffer, "full_tensor")
+    ]
+    return str(torch.stack(sums).sum().item()) if sums else ""
+
+
+@functools.cache  # once
+def _warn_of_buffers(name: str) -> None:
+    logger.warning(
+        "Buffers of the model, such as the statistics of batch norm, differ between ranks: each "
+        "rank has evaluated its part of %s with its own, and a checkpoint has those of rank 0. "
+        "The hook SyncBuffers averages them",
+        name or "the data",
+    )
 
 
 def _run_model(
