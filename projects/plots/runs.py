@@ -183,14 +183,24 @@ def _choose_names(paths: Sequence[Path], configs: Sequence[Config | None]) -> li
 
 
 def _names_of_sweep(difference: Mapping[str, Sequence[str]]) -> list[str]:
-    """The settings that differ, such as ``BASE_LR=0.1 FOLD=0``; the folders of a sweep name all settings."""
+    """The settings that differ, such as ``BASE_LR=0.1 FOLD=0``; the folders of a sweep name all settings.
+
+    A config does not say a setting that is not set, so this run's name leaves it out.
+    """
     short = {key: key.rpartition(".")[2] for key in difference}
     settings = []
     for key, values in difference.items():
         is_unique = [*short.values()].count(short[key]) == 1
         title = short[key] if is_unique else key
-        settings.append([f"{title}={value}" for value in values])
-    return [" ".join(of_run) for of_run in zip(*settings, strict=True)]
+        settings.append([f"{title}={_rounded(value)}" if value else "" for value in values])
+    return [" ".join(filter(None, of_run)) for of_run in zip(*settings, strict=True)]
+
+
+def _rounded(value: str) -> str:
+    """A float with four digits; any other text as it is."""
+    if re.fullmatch(r"-?\d+\.\d+(e-?\d+)?", value):
+        return f"{float(value):.4g}"
+    return value
 
 
 def shortest_names(paths: Sequence[Path]) -> list[str]:

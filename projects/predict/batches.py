@@ -119,8 +119,9 @@ def predict_samples(
             last = num_done + len(batch) - 1
             which = f"samples {num_done} to {last}" if last > num_done else f"sample {last}"
             raise ConfigError(
-                f"{origin}: {which} cannot be predicted, a sample has to look like one of the "
-                f"test dataset before its transform: {first_line(error)}"
+                f"{origin}: {which} cannot be predicted: {first_line(error)}. A sample has to look "
+                "like one of the test dataset before its transform, and samples of a batch are "
+                "stacked; if their sizes differ, set TEST.IMS_PER_BATCH 1"
             ) from error
         num_done += len(batch)
         for sample, output in zip(batch, outputs, strict=True):

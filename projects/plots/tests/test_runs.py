@@ -109,11 +109,12 @@ def test_a_name_is_the_shortest_part_of_the_path_that_no_other_has(paths, names)
 
 def test_runs_of_a_sweep_are_named_by_the_settings_that_differ(write_run, tmp_path):
     places = []
-    for fold, lr in ((0, 0.01), (0, 0.03), (1, 0.01)):
-        config = f"INPUT: {{FOLD: {fold}}}\nSOLVER: {{BASE_LR: {lr}, WARMUP: 2}}\n"
+    for fold, lr in ((0, 0.01), (0, 0.03123456), (1, 0.01), (2, None)):
+        rate = f"BASE_LR: {lr}, " if lr else ""  # the last run has not set it
+        config = f"INPUT: {{FOLD: {fold}}}\nSOLVER: {{{rate}WARMUP: 2}}\n"
         folder = tmp_path / f"INPUT.FOLD={fold},SOLVER.BASE_LR={lr},SOLVER.WARMUP=2"
         places.append(write_run(folder, [{"iteration": 1, "x": 1}], config))
-    names = ["FOLD=0 BASE_LR=0.01", "FOLD=0 BASE_LR=0.03", "FOLD=1 BASE_LR=0.01"]
+    names = ["FOLD=0 BASE_LR=0.01", "FOLD=0 BASE_LR=0.03123", "FOLD=1 BASE_LR=0.01", "FOLD=2"]
     assert [run.name for run in read_runs(places)] == names
 
 

@@ -325,7 +325,7 @@ class LinesWriter(ScalarWriter):
         aside.write_bytes(tail)
         os.truncate(self._path, end)
         logger.info(
-            "%s: the lines that were written after the checkpoint are now in %s",
+            "%s: the lines after the checkpoint, which this run writes again, are now in %s",
             self._path,
             aside.name,
         )
