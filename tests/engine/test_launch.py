@@ -1,5 +1,6 @@
 """The processes that launch starts, and the process group of each."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,7 +22,8 @@ def _work(folder):
     assert comm.get_world_size() == 2
     assert comm.get_local_size() == 2
     (folder / f"rank{comm.get_rank()}").write_text(
-        f"{comm.all_gather(comm.get_rank())} {comm.get_local_rank()}"
+        f"{comm.all_gather(comm.get_rank())} {comm.get_local_rank()} "
+        f"{multiprocessing.get_start_method()}"
     )
 
 
@@ -89,7 +91,10 @@ def interruptible():
 @pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
     assert launch(_work, 2, args=(tmp_path,)) is None
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["[0, 1] 0", "[0, 1] 1"]
+    # workers of a loader start as in one process: a spawned one would import torch again
+    method = multiprocessing.get_start_method()
+    of_ranks = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
+    assert of_ranks == [f"[0, 1] 0 {method}", f"[0, 1] 1 {method}"]
     assert not dist.is_initialized()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -127,6 +128,10 @@ def check_launch(
 
 def _start(arguments: tuple[Any, ...], num: int) -> None:
     """Call ``_start_rank(i, *arguments)`` in ``num`` new processes, and wait for them."""
+    # without it a spawned process spawns its loader workers too, and each of them imports torch
+    default_method = multiprocessing.get_all_start_methods()[0]
+    worker_method = multiprocessing.get_start_method(allow_none=True) or default_method
+    arguments = (worker_method, *arguments)
     context: Any = mp.start_processes(_start_rank, arguments, num, join=False, start_method="spawn")
     received: list[int] = []
 
@@ -157,8 +162,13 @@ def _start(arguments: tuple[Any, ...], num: int) -> None:
 
 
 def _start_rank(
-    local_rank: int, first_rank: int, variables: dict[str, str], *arguments: Any
+    local_rank: int,
+    worker_method: str,
+    first_rank: int,
+    variables: dict[str, str],
+    *arguments: Any,
 ) -> None:
+    multiprocessing.set_start_method(worker_method, force=True)
     os.environ.update(variables, RANK=str(first_rank + local_rank), LOCAL_RANK=str(local_rank))
     run_rank(*arguments)
 
