@@ -92,3 +92,11 @@ def test_results_are_stored_flat_and_not_smoothed_and_must_be_numbers():
     for leaf in ("good", None, torch.ones(2), np.ones(2), np.ones((1, 0)), [5.0]):
         with pytest.raises(ValueError, match="result 'cls/top1' must be a number"):
             Steps([EvalHook(0, lambda leaf=leaf: {"cls": {"top1": leaf}})]).train(0, 1)
+
+
+def test_the_line_of_an_evaluation_says_how_many_results_it_leaves_out(caplog):
+    caplog.set_level("INFO")
+    results = {f"score{number}": float(number) for number in range(8)}
+    Steps([EvalHook(2, lambda: results)]).train(0, 3)
+    [line] = [text for text in caplog.messages if text.startswith("Evaluated after 2 of 3")]
+    assert line.endswith("score5: 5  (2 more in the files)")

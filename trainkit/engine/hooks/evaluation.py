@@ -14,6 +14,8 @@ from trainkit.utils.periods import check_period, say_done
 
 logger = logging.getLogger(__name__)
 
+_NUM_SHOWN = 6  # results in a line of the log
+
 
 @HOOK_REGISTRY.register()
 class EvalHook(PeriodicHook):
@@ -93,9 +95,11 @@ class EvalHook(PeriodicHook):
             results[name] = result_as_float(name, value)
             self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)
         if results and self.trainer.is_training():
-            first_results = list(results.items())[:6]  # the files have all
+            shown = list(results.items())[:_NUM_SHOWN]
             fields = [f"Evaluated {say_done(self.trainer.done, self.trainer.max_iter)}"]
-            fields += [f"{name}: {value:.4g}" for name, value in first_results]
+            fields += [f"{name}: {value:.4g}" for name, value in shown]
+            if len(results) > len(shown):
+                fields.append(f"({len(results) - len(shown)} more in the files)")
             # the log breaks a long line between fields that are two spaces apart
             logger.info("%s", "  ".join(fields))
 
