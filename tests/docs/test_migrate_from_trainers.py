@@ -183,7 +183,11 @@ def test_the_points_and_methods_of_the_tables_are_there(tmp_path):
     text = "\n".join([*right_columns(LIGHTNING), *right_columns(TRANSFORMERS)])
     points = {*re.findall(r"`((?:before|after)_\w+)", text)}
     methods = {*re.findall(r"`(build_\w+)", text)}
-    attributes = {*re.findall(r"\btrainer\.(\w+)", text)} - {"batch", "outputs"}
+    attributes = {*re.findall(r"\btrainer\.(\w+)", text)} - {
+        "batch",
+        "losses",
+        "outputs",
+    }  # there in a step
     assert points <= {*HOOK_POINTS}
     assert len(points) > 5
     assert {name for name in methods | attributes if not hasattr(trainer, name)} == set()
