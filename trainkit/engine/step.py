@@ -224,6 +224,7 @@ class SimpleTrainer(TrainerBase):
             )
         self._batch = self._losses = None  # release them before the next batch is made
         self._data_sec = 0.0
+        self.feed.drawn = 0
         losses = self.compute_gradients()
         self._losses = losses
         self.before_update()
@@ -480,7 +481,7 @@ class SimpleTrainer(TrainerBase):
 
     def end_step(self) -> None:
         self._batch = self._losses = None
-        self.feed.drawn = 0
+        self.feed.drawn = 0  # also if another ``run_step`` has drawn
 
     def before_check(self, ranks_agree: bool) -> None:
         self._watch_untrained()  # a hook may have added parameters

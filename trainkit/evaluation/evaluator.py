@@ -218,12 +218,11 @@ def _sum_of_buffers(model: Any) -> str:
     """The sum of all floats in the model's buffers, to compare it with other ranks; "" if alone."""
     if comm.get_world_size() == 1 or not isinstance(model, nn.Module):
         return ""
-    sums = [
-        buffer.double().sum()
-        for buffer in model.buffers()
-        if buffer.is_floating_point() and not hasattr(buffer, "full_tensor")
-    ]
-    return str(torch.stack(sums).sum().item()) if sums else ""
+    total = 0.0
+    for buffer in model.buffers():
+        if buffer.is_floating_point() and not hasattr(buffer, "full_tensor"):
+            total += buffer.double().sum().item()
+    return str(total)  # as text, NaN equals NaN
 
 
 @functools.cache  # once
