@@ -161,6 +161,10 @@ def labels_of(inputs: Any, key: str) -> Tensor:
     labels = []
     for sample in samples:
         is_of_hugging_face = key == "label" and key not in sample and "labels" in sample
-        label = sample["labels"] if is_of_hugging_face else sample[key]
-        labels.append(torch.as_tensor(label))
+        name = "labels" if is_of_hugging_face else key
+        if name not in sample:
+            raise KeyError(
+                f"a batch has no entry {key!r} with the labels; it has {', '.join(map(str, sample))}"
+            )
+        labels.append(torch.as_tensor(sample[name]))
     return labels[0] if isinstance(inputs, Mapping) else torch.stack(labels)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trainkit.projects.evaluators.counting import labels_of
+
 from trainkit.evaluation.evaluator import DatasetEvaluator
 from trainkit.evaluation.testing import result_as_float
 from trainkit.utils import comm
@@ -12,8 +14,9 @@ class TorchMetrics(DatasetEvaluator):
     """``TorchMetrics({"f1": MulticlassF1Score(10)})``, as the result of a trainer's ``build_evaluator``.
 
     A metric has ``to(device)``, ``reset()``, ``update(outputs, labels)`` and ``compute()``, which gives one number.
-    Those of torchmetrics exchange what they have counted between ranks in ``compute()``. Labels are under the key
-    ``label`` of a batch, and the results under ``task``.
+    Those of torchmetrics exchange what they have counted between ranks in ``compute()``. Labels are those that a
+    `ClassificationEvaluator` reads: the entry ``label`` of a batch, else ``labels``, or the last tensor of a tuple. The
+    results are under ``task``.
     """
 
     def __init__(
@@ -30,7 +33,7 @@ class TorchMetrics(DatasetEvaluator):
     def process(self, inputs: Any, outputs: Any) -> None:
         for name, metric in self._metrics.items():
             on_device = metric.to(outputs.device)
-            on_device.update(outputs, inputs[self._label])
+            on_device.update(outputs, labels_of(inputs, self._label))
             self._metrics[name] = on_device
 
     def evaluate(self) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def predict_samples(
             raise ConfigError(
                 f"{origin}: {which} cannot be predicted: {first_line(error)}. A sample has to look "
                 "like one of the test dataset before its transform, and samples of a batch are "
-                "stacked; if their sizes differ, set TEST.IMS_PER_BATCH 1"
+                "stacked; if their sizes differ, add --opts TEST.IMS_PER_BATCH 1"
             ) from error
         num_done += len(batch)
         for sample, output in zip(batch, outputs, strict=True):

@@ -37,6 +37,47 @@ def test_the_results_are_those_of_the_package_and_of_the_last_evaluation_alone()
     assert results(slice(3)) != results()
 
 
+class Accuracy:
+    """What `TorchMetrics` asks of a metric."""
+
+    def to(self, device):
+        return self
+
+    def reset(self):
+        self.right = []
+
+    def update(self, outputs, labels):
+        self.right += (outputs.argmax(1) == labels).tolist()
+
+    def compute(self):
+        return sum(self.right) / len(self.right)
+
+
+@pytest.mark.parametrize(
+    "make_batch",
+    [
+        lambda scores, labels: {"scores": scores, "label": labels},
+        lambda scores, labels: {"scores": scores, "labels": labels},  # of Hugging Face
+        lambda scores, labels: [scores, labels],
+    ],
+)
+def test_labels_are_found_where_other_evaluators_find_them(make_batch):
+    loader = [make_batch(SCORES[i : i + 3], LABELS[i : i + 3]) for i in range(0, 12, 3)]
+    evaluator = TorchMetrics({"accuracy": Accuracy()})
+
+    def model(batch):
+        return batch["scores"] if isinstance(batch, dict) else batch[0]
+
+    found = inference_on_dataset(model, loader, evaluator)["metrics"]["accuracy"]
+    assert found == pytest.approx((SCORES.argmax(1) == LABELS).double().mean().item())
+
+
+def test_a_batch_without_labels_is_an_error_that_names_its_entries():
+    loader = [{"scores": SCORES, "target": LABELS}]
+    with pytest.raises(KeyError, match="no entry 'label' with the labels; it has scores, target"):
+        inference_on_dataset(lambda batch: batch["scores"], loader, TorchMetrics({"a": Accuracy()}))
+
+
 def _half(rank, folder):
     return results(slice(rank * 6, rank * 6 + 6))
 

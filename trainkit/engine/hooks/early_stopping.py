@@ -108,7 +108,8 @@ class EarlyStopping(MetricHook):
         best = f"{self.best}"
         if self.best_iter is not None:
             best += f", {say_done(self.best_iter + 1)},"
-        return f"{metric} has not been better than {best} in {self.not_better} evaluations"
+        by = f" by more than {self._min_delta}" if self._min_delta else ""
+        return f"{metric} has not been better than {best}{by} in {self.not_better} evaluations"
 
     def act(self, decision: str) -> None:
         self.trainer.request_stop(decision, finished=True)
