@@ -21,6 +21,7 @@ Config: TypeAlias = dict[str, Any]  # dotted key -> value
 
 _ABSENT = object()
 _PLACE = "OUTPUT_DIR"  # this setting always differs
+_OF_THE_SWEEP = ("HOOKS", "IMPORTS")
 _MOST_ITERATIONS = 1 << 53  # a browser cannot count further
 _LARGEST_INT = 1 << 63
 _EVALUATIONS = ("val", "valid", "validation", "eval", "test")  # the first word of a name
@@ -187,6 +188,8 @@ def _names_of_sweep(difference: Mapping[str, Sequence[str]]) -> list[str]:
 
     A config does not say a setting that is not set, so this run's name leaves it out.
     """
+    # the hook of a sweep is no setting by which runs are compared
+    difference = {key: value for key, value in difference.items() if key not in _OF_THE_SWEEP}
     short = {key: key.rpartition(".")[2] for key in difference}
     settings = []
     for key, values in difference.items():

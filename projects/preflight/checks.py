@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path
 from torch.utils.data import ConcatDataset
 from trainkit.projects.preflight.divided import READ_SEC, Draw, missing
@@ -46,6 +47,7 @@ from trainkit.checkpoint.file import read_file
 from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.data import DatasetCatalog
+from trainkit.engine.attributes import stateful_attributes
 from trainkit.solver.param_groups import NORM_LAYERS
 from trainkit.testing import assert_resumes_exactly
 from trainkit.utils import comm
@@ -173,9 +175,13 @@ def optimizer(job: Job) -> Iterator[Finding]:
     held: set[int] = set()
     for group in job.trainer.optimizer.param_groups:
         held |= {id(value) for value in group["params"]}
+    num_foreign = len(held - trained)
+    for value in stateful_attributes(job.trainer).values():  # as of a GAN
+        if isinstance(value, Optimizer):
+            for group in value.param_groups:
+                held |= {id(parameter) for parameter in group["params"]}
     left_out = trained - held
     lost = [name for name, value in named.items() if id(value) in left_out]
-    num_foreign = len(held - trained)
     text = "all trained parameters are in the optimizer, and no others"
     if lost or num_foreign:
         text = f"trained, but not in the optimizer: {some(lost)}; "

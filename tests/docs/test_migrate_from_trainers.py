@@ -145,6 +145,7 @@ NOT_TRAINED = {
     "--num-machines 2",
     "MODEL.COMPILE.ENABLED True",
     "MODEL.WEIGHTS path",
+    "--opts TEST.IMS_PER_BATCH 1",  # of the command that predicts
 }
 GIVEN = sorted({*settings(LIGHTNING), *settings(TRANSFORMERS)})
 

@@ -422,6 +422,27 @@ def test_a_run_that_failed_goes_on_in_the_same_process_or_is_resumed_after_its_l
     assert "not registered: ['BestCheckpointer']" in caplog.text
 
 
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_start_that_has_not_loaded_the_weights_of_the_config_is_a_warning(
+    tmp_path, caplog, loads
+):
+    DefaultTrainer(tiny_cfg(tmp_path / "old")).train()
+    weights_file = str(tmp_path / "old/model_final.pth")
+    trainer = DefaultTrainer(tiny_cfg(tmp_path / "new", "MODEL.WEIGHTS", weights_file))
+    if loads:
+        trainer.resume_or_load(resume=False)
+    trainer.train()
+    assert (f"MODEL.WEIGHTS '{weights_file}' is not loaded" in caplog.text) is not loads
+
+
+def test_a_trainer_chooses_the_device_itself_if_no_setup_has(tmp_path):
+    cfg = tiny_cfg(tmp_path, "MODEL.DEVICE", "auto")
+    cfg.freeze()
+    trainer = DefaultTrainer(cfg)
+    of_model = next(trainer.model.parameters()).device.type
+    assert torch.device(trainer.cfg.MODEL.DEVICE).type == of_model
+
+
 def test_weights_alone_start_a_run_at_iteration_0_and_resuming_beyond_the_end_is_an_error(tmp_path):
     old = DefaultTrainer(tiny_cfg(tmp_path / "old"))
     old.train()

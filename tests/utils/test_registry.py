@@ -1,3 +1,6 @@
+import sys
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -5,7 +8,12 @@ from torch import nn
 from tests.engine.job import tiny_cfg
 from tests.engine.tiny import sgd
 from trainkit.config import ConfigError
-from trainkit.data import SAMPLER_REGISTRY, TRANSFORM_REGISTRY, build_train_loader
+from trainkit.data import (
+    SAMPLER_REGISTRY,
+    TRANSFORM_REGISTRY,
+    DatasetCatalog,
+    build_train_loader,
+)
 from trainkit.evaluation import EVALUATOR_REGISTRY, build_evaluator
 from trainkit.modeling import MODEL_REGISTRY, build_model
 from trainkit.solver import (
@@ -38,6 +46,36 @@ def test_registered_objects_are_found_by_their_name_which_can_be_taken_once():
     ):
         registry.register(type("Linear", (), {}))
     assert registry.get("Linear") is torch.nn.Linear
+
+
+def test_a_cell_of_a_notebook_that_is_executed_again_replaces_what_it_has_registered(monkeypatch):
+    def define(module):
+        net = type("Net", (), {"__module__": module})
+        make = lambda: [net]  # noqa: E731
+        make.__module__ = module
+        return net, make
+
+    first, second = define("__main__"), define("__main__")
+    elsewhere = define("a_package")
+    for is_notebook in (False, True):
+        main = types.ModuleType("__main__")
+        if not is_notebook:
+            main.__file__ = "job.py"
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        registry, catalog = Registry("MODEL"), type(DatasetCatalog)()
+        registry.register(first[0])
+        catalog.register("data", first[1])
+        if is_notebook:
+            registry.register(second[0])
+            catalog.register("data", second[1])
+            assert registry.get("Net") is second[0]
+            assert catalog.get("data") == [second[0]]
+        # a name of a module is never replaced, nor one of a script
+        for net, make in [elsewhere] if is_notebook else [second, elsewhere]:
+            with pytest.raises(ValueError, match="already registered"):
+                registry.register(net)
+            with pytest.raises(ValueError, match="registered already"):
+                catalog.register("data", make)
 
 
 REGISTRIES = {

@@ -96,6 +96,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
         else:
             self.format = format
         self.resumed_from = ""  # the name of the file that was loaded last to resume
+        self.has_loaded = False  # whether the model has the weights of a file
         # the model's weights that the last load has left as they were built
         self._not_loaded: list[str] = []
         self._is_folder_prepared = False
@@ -500,6 +501,7 @@ class Checkpointer(fvcore.common.checkpoint.Checkpointer):
             incompatible = self._load_model(state)
             if incompatible is not None:
                 self._log_incompatible_keys(incompatible)
+        self.has_loaded = True
         state.pop("model", None)
         for key in keys:
             with loading(f"'{path}': its entry {key!r}"):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from trainkit.utils.plugins import lending
-from trainkit.utils.registry import did_you_mean
+from trainkit.utils.registry import did_you_mean, is_new_definition
 
 __all__ = ["DatasetCatalog"]
 
@@ -40,13 +40,16 @@ class _DatasetCatalog(Catalog[Callable[[], Any]]):
     """
 
     def register(self, name: str, func: Callable[[], Any]) -> None:
-        """Register the function that makes the dataset ``name``.
+        """Register the function that makes the dataset ``name``; in a notebook also again.
 
         Raises:
             ValueError: the name is taken.
         """
-        if name in self:
-            raise ValueError(f"a dataset {name!r} is registered already; remove({name!r}) it first")
+        if name in self and not is_new_definition(self[name], func):
+            raise ValueError(
+                f"a dataset {name!r} is registered already; to replace it, call "
+                f"DatasetCatalog.remove({name!r}) first"
+            )
         self[name] = func
 
     def get(self, name: str) -> Any:  # type: ignore[override]

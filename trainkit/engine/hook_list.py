@@ -223,7 +223,8 @@ class HookList:
             if of_rank != by_rank[0]:
                 are_same = False
                 logger.warning(
-                    "Rank %d has other hooks than rank 0; register them on all ranks:\n%s\n%s",
+                    "Rank %d has other hooks than rank 0; register them on all ranks, or a resume "
+                    "does not end with the same bits:\n%s\n%s",
                     rank,
                     of_rank,
                     by_rank[0],

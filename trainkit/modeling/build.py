@@ -31,6 +31,12 @@ def build_model(cfg: CfgNode) -> nn.Module:
     return model.to(device)
 
 
+def choose_device(cfg: CfgNode) -> None:
+    """Replace a MODEL.DEVICE of "auto" in ``cfg`` by the device that is used."""
+    if cfg.MODEL.DEVICE == "auto":
+        cfg.MODEL["DEVICE"] = str(resolve_device("auto"))  # by item: the config may be frozen
+
+
 def device_of_config(cfg: CfgNode) -> torch.device:
     """The device ``cfg.MODEL.DEVICE``; one with a number becomes the current one."""
     try:

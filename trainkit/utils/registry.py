@@ -1,10 +1,17 @@
 """Find objects by name."""
 
 import difflib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from trainkit.utils.plugins import find_plugins, import_module_of, lending
+
+
+def is_new_definition(former: Any, new: Any) -> bool:
+    """Whether a cell of a notebook, or a line of an interactive session, was executed again."""
+    is_interactive = not hasattr(sys.modules["__main__"], "__file__")
+    return is_interactive and former.__module__ == new.__module__ == "__main__"
 
 
 class Registry:
@@ -20,7 +27,7 @@ class Registry:
         self._objects: dict[str, Any] = {}
 
     def register(self, obj: Any = None) -> Any:
-        """Register an object under its ``__name__``; also as a decorator.
+        """Register an object under its ``__name__``; also as a decorator; in a notebook also again.
 
         Raises:
             ValueError: another object has the name.
@@ -29,11 +36,12 @@ class Registry:
             return self.register
         name = obj.__name__
         registered = self._objects.setdefault(name, obj)
-        if registered is not obj:
+        if registered is not obj and not is_new_definition(registered, obj):
             raise ValueError(
                 f"{name!r} is already registered in the {self._name} registry, by "
                 f"{registered.__module__}.{registered.__qualname__}"
             )
+        self._objects[name] = obj
         return obj
 
     def get(self, name: str) -> Any:

@@ -334,9 +334,9 @@ def test_a_class_is_missing_only_if_so_many_samples_of_it_were_to_be_expected():
 def checked(tmp_path):
     """Makes a job in this process, after its first steps."""
 
-    def make(*options):
+    def make(*options, trainer_class=DefaultTrainer):
         cfg = tiny_cfg(tmp_path / "output", *options)
-        made = job.Job(DefaultTrainer(cfg), cfg, "none")
+        made = job.Job(trainer_class(cfg), cfg, "none")
         made.make_steps()
         return made
 
@@ -345,6 +345,27 @@ def checked(tmp_path):
 
 def verdicts_of(findings):
     return {finding.name: finding.verdict for finding in findings}
+
+
+@pytest.mark.parametrize(("second_has", "verdict"), [("rest", "sound"), ("nothing", "wrong")])
+def test_parameters_may_be_in_an_optimizer_that_is_an_attribute_of_the_trainer(
+    checked, second_has, verdict
+):
+    """As those of the judge of a GAN."""
+
+    class Two(DefaultTrainer):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            if second_has == "rest":
+                rest = [*self.model.parameters()][2:]
+                self.second_optimizer = torch.optim.SGD(rest, lr=0.1)
+
+        @classmethod
+        def build_optimizer(cls, cfg, model):
+            return torch.optim.SGD([*model.parameters()][:2], lr=0.1)
+
+    one = checked("SOLVER.WEIGHT_DECAY", 0.0, trainer_class=Two)
+    assert verdicts_of(one.ask(checks.optimizer))["optimizer"] == verdict
 
 
 def test_a_first_loss_after_weights_and_labels_of_small_batches_are_not_asked(checked, tmp_path):

@@ -27,7 +27,7 @@ from trainkit.engine.hook_base import EVALUATION_POINTS, HookBase
 from trainkit.engine.hook_list import overrides
 from trainkit.engine.loop import TrainerBase
 from trainkit.evaluation import observe_inference, verify_results
-from trainkit.modeling.build import on_device
+from trainkit.modeling.build import choose_device, on_device
 from trainkit.utils import comm
 from trainkit.utils.events import EventStorage
 
@@ -89,6 +89,7 @@ class EvaluationRun(TrainerBase):
         super().__init__()
         import_modules(cfg.IMPORTS)
         check_values(cfg)
+        choose_device(cfg)
         cfg = prepare_projects(cfg)
         self.cfg = resolve_lengths(cfg, 1)  # the length of an epoch does not matter here
         self._trainer_class = trainer_class

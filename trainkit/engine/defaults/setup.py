@@ -23,9 +23,9 @@ from trainkit.config import CfgNode, ConfigError, check_values, get_cfg, import_
 from trainkit.config.config import changed_settings
 from trainkit.engine.defaults.folders import can_log, prepare_folders, use_local_folders
 from trainkit.engine.launch import check_launch, is_restarted, is_torchrun
+from trainkit.modeling.build import choose_device
 from trainkit.utils import comm, events
 from trainkit.utils.collect_env import collect_env_info
-from trainkit.utils.device import resolve_device
 from trainkit.utils.env import seed_all_rng
 from trainkit.utils.errors import unknown_name
 from trainkit.utils.logger import LINE_WIDTH, break_line, log_file, printable, setup_logger
@@ -248,9 +248,7 @@ def _set_switches(cfg: CfgNode, eval_only: bool) -> None:
         former_precision = torch.get_float32_matmul_precision()
         _switch_back.append(partial(torch.set_float32_matmul_precision, former_precision))
         torch.set_float32_matmul_precision(cfg.FLOAT32_PRECISION)
-    if cfg.MODEL.DEVICE == "auto":
-        # by item, since the config may be frozen; last, so that config.yaml says "auto"
-        cfg.MODEL["DEVICE"] = str(resolve_device("auto"))
+    choose_device(cfg)  # after config.yaml is written, which says "auto"
 
 
 def set_num_threads(number: int) -> None:

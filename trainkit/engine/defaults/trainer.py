@@ -55,7 +55,7 @@ from trainkit.engine.parallel import create_ddp_model
 from trainkit.engine.step import SimpleTrainer
 from trainkit.evaluation import verify_results
 from trainkit.evaluation.testing import result_as_float
-from trainkit.modeling.build import device_of_config, on_device
+from trainkit.modeling.build import choose_device, device_of_config, on_device
 from trainkit.utils import comm
 from trainkit.utils.device import is_part_of
 from trainkit.utils.errors import look_up
@@ -129,6 +129,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         check_values(cfg)
         import_modules(cfg.IMPORTS)
         use_local_folders(cfg)
+        choose_device(cfg)
         self.given_cfg = cfg
         self._loaded_size = DataSize()
         cfg = prepare_projects(cfg)
@@ -284,6 +285,12 @@ class DefaultTrainer(DefaultParts, TrainerBase):
                 "the longer run, make a trainer with this SOLVER.MAX_ITER and resume",
                 max_iter,
                 self.cfg.SOLVER.MAX_ITER,
+            )
+        if start_iter == 0 and self.cfg.MODEL.WEIGHTS and not self.checkpointer.has_loaded:
+            logger.warning(
+                "MODEL.WEIGHTS %r is not loaded; call trainer.resume_or_load(resume=False) before "
+                "trainer.train()",
+                self.cfg.MODEL.WEIGHTS,
             )
         check_monitored_metrics(self)
         with self._using_folders(start_iter):

@@ -109,7 +109,7 @@ class PeriodicCheckpointer(PeriodicSaves, HookBase):
         The new end takes the name of the final file.
         """
         iteration = self._final_iter - 1
-        self.former_finals = [*self.former_finals, iteration]
+        self.former_finals = (*self.former_finals, iteration)
         self._request(f"{self.file_prefix}_{iteration:07d}", iteration)
 
     def after_step(self) -> None:

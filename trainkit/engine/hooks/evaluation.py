@@ -94,7 +94,7 @@ class EvalHook(PeriodicHook):
         for name, value in results.items():
             results[name] = result_as_float(name, value)
             self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)
-        if results and self.trainer.is_training():
+        if results:
             shown = list(results.items())[:_NUM_SHOWN]
             fields = [f"Evaluated {say_done(self.trainer.done, self.trainer.max_iter)}"]
             fields += [f"{name}: {value:.4g}" for name, value in shown]
