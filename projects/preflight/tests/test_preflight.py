@@ -294,8 +294,8 @@ def register_scans(name, noise, is_shuffled=False):
     DatasetCatalog.register(name, lambda: noisy)
 
 
-@pytest.mark.parametrize("batch_size", [40, 64])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("batch_size", [40, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_labels_that_belong_to_noisy_inputs_are_no_finding(tmp_path, batch_size, seed):
     name = f"noisy_{batch_size}_{seed}"
     register_scans(name, noise=1)
