@@ -56,7 +56,7 @@ python tools/train_net.py --print-config SOLVER.AMP "{ENABLED: True}" DATASETS.T
 ```
 
 - Keys marked with * take iterations (`500`) or epochs (`3ep`, `0.5ep`). `SOLVER.CHECKPOINT_PERIOD` also takes a time
-  (`30min`, `1h 30min`).
+  (`30min`, `1h 30min`, `90s`).
 - `_BASE_: other.yaml` loads another file first. A node with `_DELETE_: True` replaces the node of that file.
 - A key that does not exist, a value of the wrong type, and a number out of its range are errors that say what is
   accepted.

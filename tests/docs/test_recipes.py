@@ -60,7 +60,7 @@ def test_a_folder_of_pictures_is_a_dataset(tmp_path, monkeypatch):
 def test_the_settings_of_the_table_are_accepted():
     table = page("docs/recipes.md").partition("| you want | write |\n")[2].partition("\n\n")[0]
     settings = re.findall(r"\| `([A-Z]\S+ .+)`(?:; .+)? \|$", table, re.MULTILINE)
-    assert len(settings) == 9
+    assert len(settings) == 10
     for setting in settings:
         cfg = get_cfg()
         cfg.merge_from_list(["SOLVER.WARMUP_ITERS", 0, *shlex.split(setting)])

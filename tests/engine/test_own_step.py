@@ -32,8 +32,8 @@ SKIP = ["SOLVER.NON_FINITE.POLICY", "skip"]
     [
         (Twice, [], ["drawn 2 batches", "set it to 2"]),
         (Twice, ["SOLVER.ACCUMULATION_STEPS", 2], []),
-        (Twice, [*AMP, "SOLVER.ACCUMULATION_STEPS", 2], ["obeys SOLVER.AMP.ENABLED;"]),
-        (Twice, [*SKIP, "SOLVER.ACCUMULATION_STEPS", 2], ["obeys SOLVER.NON_FINITE.POLICY;"]),
+        (Twice, [*AMP, "SOLVER.ACCUMULATION_STEPS", 2], ["no effect: SOLVER.AMP.ENABLED"]),
+        (Twice, [*SKIP, "SOLVER.ACCUMULATION_STEPS", 2], ["no effect: SOLVER.NON_FINITE.POLICY"]),
         (Around, [*AMP, *SKIP], []),
         (DefaultTrainer, AMP, []),
     ],

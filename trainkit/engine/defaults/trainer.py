@@ -359,7 +359,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         files = f"files in {self.cfg.OUTPUT_DIR}: {', '.join(names)}"
         lines.append(break_line(files, LINE_WIDTH - 2).replace("\n", "\n  "))
         if self.status != "finished" and self.checkpointer.has_checkpoint():
-            lines.append("to go on: the same command with --resume, or trainer.train()")
+            when = "to go on" if self.status == "stopped" else "when the cause is mended"
+            lines.append(f"{when}: the same command with --resume, or trainer.train()")
         return "\n  ".join(lines)
 
     def run_step(self) -> None:
@@ -385,9 +386,9 @@ class DefaultTrainer(DefaultParts, TrainerBase):
             ignored.append("SOLVER.NON_FINITE.POLICY")
         if ignored:
             logger.warning(
-                "%s replaces the step that obeys %s; they have an effect only if it reads them",
+                "%s replaces the whole step; unless it reads them, these settings have no effect: %s",
                 step,
-                " and ".join(ignored),
+                ", ".join(ignored),
             )
         drawn = self._trainer.feed.drawn
         if drawn not in (0, solver.ACCUMULATION_STEPS):
