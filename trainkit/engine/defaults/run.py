@@ -145,7 +145,7 @@ class EvaluationRun(TrainerBase):
         return results
 
     def _load_weights(self, path: str, has_run: bool) -> None:
-        """Load MODEL.WEIGHTS; warn if that are not weights of the run in OUTPUT_DIR."""
+        """Load MODEL.WEIGHTS; warn if the file is not of the run in OUTPUT_DIR."""
         folder = self.checkpointer.save_dir
         if has_run and os.path.dirname(os.path.abspath(path)) != os.path.abspath(folder):
             logger.warning(
