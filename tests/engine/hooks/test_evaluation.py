@@ -98,5 +98,7 @@ def test_the_line_of_an_evaluation_says_how_many_results_it_leaves_out(caplog):
     caplog.set_level("INFO")
     results = {f"score{number}": float(number) for number in range(8)}
     Steps([EvalHook(2, lambda: results)]).train(0, 3)
-    [line] = [text for text in caplog.messages if text.startswith("Evaluated after 2 of 3")]
-    assert line.endswith("score5: 5  (2 more in the files)")
+    during, last = [text for text in caplog.messages if text.startswith("Evaluated after")]
+    assert during.startswith("Evaluated after 2 of 3")
+    assert last.startswith("Evaluated after 3 of 3")
+    assert during.endswith("score5: 5  (2 more in the files)")

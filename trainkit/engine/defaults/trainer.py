@@ -490,7 +490,7 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         late: list[HookBase] = []
         # before the evaluation: if it fails, there is a checkpoint to debug it
         late += take(hooks.PeriodicCheckpointer, checkpointer=self.checkpointer)
-        late += take(hooks.EvalHook, eval_function=evaluate)
+        late += take(hooks.EvalHook, eval_function=evaluate, logs_last=False)
         # after the evaluation: they need its results
         late += take(hooks.BestCheckpointer, default=False)
         for metric, prefix in best_file_prefixes(cfg.CHECKPOINT.BEST_METRIC).items():
@@ -498,7 +498,10 @@ class DefaultTrainer(DefaultParts, TrainerBase):
         late += take(hooks.EarlyStopping, default=bool(cfg.EARLY_STOPPING.METRIC))
         # after all hooks that choose a checkpoint: the test data must not influence them
         late += take(
-            hooks.FinalEvalHook, default=bool(cfg.DATASETS.VAL), eval_function=evaluate_at_end
+            hooks.FinalEvalHook,
+            default=bool(cfg.DATASETS.VAL),
+            eval_function=evaluate_at_end,
+            logs_last=False,
         )
         # last: it writes the values of all other hooks
         writers = self.build_writers() if comm.is_main_process() else []

@@ -30,6 +30,8 @@ class EvalHook(PeriodicHook):
         eval_after_train: True: the last evaluation is after training, not in the last iteration.
         eval_at_start: also evaluate before iteration 0, to find a broken evaluator early.
         phase: passed to the evaluation hook points, see `HookBase.before_eval`.
+        logs_last: whether the log gets a line of the results after training too. A
+            `DefaultTrainer` prints them as a table.
     """
 
     config_keys = (*PeriodicHook.config_keys, ("eval_at_start", "TEST.EVAL_AT_START"))
@@ -43,12 +45,14 @@ class EvalHook(PeriodicHook):
         *,
         eval_at_start: bool = False,
         phase: Phase = "val",
+        logs_last: bool = True,
     ) -> None:
         super().__init__(eval_period)
         self._func = eval_function
         self.acts_in_last = not eval_after_train
         self._at_start = eval_at_start
         self.phase = phase
+        self._logs_last = logs_last
         self.evaluated_iters = -1  # number of iterations done at the last evaluation
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -94,7 +98,7 @@ class EvalHook(PeriodicHook):
         for name, value in results.items():
             results[name] = result_as_float(name, value)
             self.trainer.storage.put_scalar(name, results[name], smoothing_hint=False)
-        if results:
+        if results and (self._logs_last or self.trainer.is_training()):
             shown = list(results.items())[:_NUM_SHOWN]
             fields = [f"Evaluated {say_done(self.trainer.done, self.trainer.max_iter)}"]
             fields += [f"{name}: {value:.4g}" for name, value in shown]
@@ -113,5 +117,7 @@ class FinalEvalHook(EvalHook):
 
     priority = SAVE_POINT + 3
 
-    def __init__(self, eval_function: Callable[[], Mapping[str, Any] | None]) -> None:
-        super().__init__(0, eval_function, phase="test")
+    def __init__(
+        self, eval_function: Callable[[], Mapping[str, Any] | None], *, logs_last: bool = True
+    ) -> None:
+        super().__init__(0, eval_function, phase="test", logs_last=logs_last)
