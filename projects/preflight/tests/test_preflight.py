@@ -147,8 +147,8 @@ FURTHER: list[tuple[str, str, list[object]]] = [
 @pytest.mark.parametrize(
     ("plant", "names", "options"),
     [
-        ("shuffled labels", "labels", []),
-        ("overlap", "overlap", []),
+        pytest.param("shuffled labels", "labels", [], marks=pytest.mark.slow),
+        pytest.param("overlap", "overlap", [], marks=pytest.mark.slow),
         pytest.param("early optimizer", "optimizer", [], marks=pytest.mark.slow),
         pytest.param("eval mode", "modes", [], marks=pytest.mark.slow),
         ("detached", "runs", []),
@@ -172,7 +172,7 @@ FURTHER: list[tuple[str, str, list[object]]] = [
         ("", "disk schedule decay clipping", [*LONG, "SOLVER.WEIGHT_DECAY_NORM", 0.1, *CLIP, 1e6]),
         pytest.param("many, leak", "overlap", [], marks=pytest.mark.slow),
         ("overlap, with paths", "overlap", []),
-        ("", "overlap", ["DATASETS.TEST", ["planted_train"]]),
+        pytest.param("", "overlap", ["DATASETS.TEST", ["planted_train"]], marks=pytest.mark.slow),
         ("shuffled labels in VAL", "val_labels", []),
         ("other normalization in VAL", "val_inputs", []),
         ("dropout stays on", "evaluates", []),
@@ -184,12 +184,8 @@ FURTHER: list[tuple[str, str, list[object]]] = [
         pytest.param("loader without state", "resumes", ["--preflight"], marks=pytest.mark.slow),
         pytest.param("never resumed", "resumes", ["--preflight"], marks=pytest.mark.slow),
         # no mistake: a test set with the inputs of a training set without labels
-        (
-            "no labels",
-            "",
-            ADAMW,
-        ),
-        ("own step", "", []),
+        pytest.param("no labels", "", ADAMW, marks=pytest.mark.slow),
+        pytest.param("own step", "", [], marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_mistake_is_named(tmp_path, monkeypatch, plant, names, options):
@@ -209,7 +205,8 @@ def test_a_planted_mistake_is_named(tmp_path, monkeypatch, plant, names, options
         # there is no time to read enough
         pytest.param("many, leak", "overlap", marks=pytest.mark.slow),
         ("evaluation fails", "val_labels val_inputs"),
-        ("shuffled labels", "val_labels"),  # a model that knows nothing cannot judge others
+        # a model that knows nothing cannot judge others
+        pytest.param("shuffled labels", "val_labels", marks=pytest.mark.slow),
         ("", "clipping"),
     ],
 )
