@@ -31,9 +31,10 @@ class TorchMetrics(DatasetEvaluator):
             metric.reset()
 
     def process(self, inputs: Any, outputs: Any) -> None:
+        labels = labels_of(inputs, self._label)
         for name, metric in self._metrics.items():
             on_device = metric.to(outputs.device)
-            on_device.update(outputs, labels_of(inputs, self._label))
+            on_device.update(outputs, labels)
             self._metrics[name] = on_device
 
     def evaluate(self) -> dict[str, Any]:

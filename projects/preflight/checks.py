@@ -48,6 +48,7 @@ from trainkit.config import CfgNode, get_cfg
 from trainkit.config.config import changed_settings
 from trainkit.data import DatasetCatalog
 from trainkit.engine.attributes import stateful_attributes
+from trainkit.engine.step import parameters_of
 from trainkit.solver.param_groups import NORM_LAYERS
 from trainkit.testing import assert_resumes_exactly
 from trainkit.utils import comm
@@ -172,14 +173,11 @@ def optimizer(job: Job) -> Iterator[Finding]:
             trained.add(id(value))
         else:
             frozen.append(name)
-    held: set[int] = set()
-    for group in job.trainer.optimizer.param_groups:
-        held |= {id(value) for value in group["params"]}
+    held = {id(value) for value in parameters_of(job.trainer.optimizer, job.model)}
     num_foreign = len(held - trained)
-    for value in stateful_attributes(job.trainer).values():  # as of a GAN
-        if isinstance(value, Optimizer):
-            for group in value.param_groups:
-                held |= {id(parameter) for parameter in group["params"]}
+    for attribute in stateful_attributes(job.trainer).values():
+        if isinstance(attribute, Optimizer):  # as the second one of a GAN
+            held |= {id(value) for value in parameters_of(attribute, job.model)}
     left_out = trained - held
     lost = [name for name, value in named.items() if id(value) in left_out]
     text = "all trained parameters are in the optimizer, and no others"

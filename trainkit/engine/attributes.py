@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainkit.checkpoint.errors import loading
 from trainkit.checkpoint.optimizer_groups import describe_groups
 from trainkit.checkpoint.optimizer_state import fit_state, load_optimizer
+from trainkit.checkpoint.ranks import digest_of
 from trainkit.utils import comm
 from trainkit.utils.device import unwrap_model
 from trainkit.utils.errors import ConfigError
@@ -223,11 +224,11 @@ class Attributes:
         if self._has_compared or comm.get_world_size() == 1:
             return
         self._has_compared = True
-        sums = {}
+        digests = {}
         for name, value in self.objects().items():
             if isinstance(value, nn.Module):
-                sums[name] = [str(tensor.double().sum().item()) for tensor in value.parameters()]
-        by_rank = comm.all_gather(sums)
+                digests[name] = [digest_of(parameter) for parameter in value.parameters()]
+        by_rank = comm.all_gather(digests)
         first = by_rank[0]
         for rank, of_rank in enumerate(by_rank):
             for name in {**first, **of_rank}:

@@ -378,7 +378,8 @@ class DefaultTrainer(DefaultParts, TrainerBase):
 
     def _warn_of_own_step(self) -> None:
         """Warn of settings that a ``run_step`` which replaces the whole step may not obey."""
-        step, solver = f"{type(self).__name__}.run_step", self.cfg.SOLVER
+        step = f"{type(self).__name__}.run_step"
+        solver = self.cfg.SOLVER
         ignored = []
         if solver.AMP.ENABLED:
             ignored.append("SOLVER.AMP.ENABLED")
